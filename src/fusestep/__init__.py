@@ -1,0 +1,1 @@
+"""fusestep: train transformers as fast as the chip allows, and know what each speed-up bought."""

@@ -1,0 +1,62 @@
+"""Shared by all tests: which of them run in this process, and fresh choices for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fusestep import dispatch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run interpreter tests only in the interpreter's process and the others only outside it; GPU tests on a GPU.
+
+    They are deselected, not skipped: `make test` runs both processes, so nothing is missed in silence.
+    """
+    has_gpu = torch.cuda.is_available()
+
+    def belongs(item: pytest.Item) -> bool:
+        if (item.get_closest_marker("interpreter") is not None) != INTERPRETED:
+            return False
+        if item.get_closest_marker("endurance") is not None and "endurance" not in config.getoption("markexpr"):
+            return False
+        return has_gpu or item.get_closest_marker("gpu") is None
+
+    dropped = [item for item in items if not belongs(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if belongs(item)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dispatch() -> Iterator[None]:
+    """Each test decides anew, from its own environment."""
+    dispatch.reset()
+    yield
+    dispatch.reset()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20240229)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN, so that a kernel which forgets an element is caught."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Run the test on the CPU, and once more on the GPU where there is one."""
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
