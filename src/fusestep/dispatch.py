@@ -8,7 +8,7 @@ import, never from a device's name. Three implementations exist:
 - `emulated`: quantised numerics reproduced without the hardware for them.
 
 A fallback is announced once per reason in the log `fusestep`, shows in `fusestep.explain` and `fusestep doctor`, and
-raises `FallbackRefused` when FUSESTEP_STRICT=1. FUSESTEP_IMPL=torch asks for the reference everywhere: that is a
+raises `StrictFallbackError` when FUSESTEP_STRICT=1. FUSESTEP_IMPL=torch asks for the reference everywhere: that is a
 wish, not a fallback.
 """
 
@@ -30,7 +30,7 @@ Implementation = Literal["triton", "torch", "emulated"]
 logger = logging.getLogger("fusestep")
 
 
-class FallbackRefused(RuntimeError):
+class StrictFallbackError(RuntimeError):
     """FUSESTEP_STRICT=1 and this call would have fallen back."""
 
 
@@ -87,7 +87,7 @@ def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -
 
     Called for every op, so an answer costs one dictionary look-up after the first.
 
-    Raises: FallbackRefused with FUSESTEP_STRICT=1 where the kernel cannot run.
+    Raises: StrictFallbackError with FUSESTEP_STRICT=1 where the kernel cannot run.
     """
     key = (op, device, unsupported)
     known = _chosen.get(key)
@@ -104,10 +104,10 @@ def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -
 def announce(op: str, reason: str) -> None:
     """Say once per reason that an op falls back, or refuse with FUSESTEP_STRICT=1.
 
-    Raises: FallbackRefused in strict mode.
+    Raises: StrictFallbackError in strict mode.
     """
     if _strict():
-        raise FallbackRefused(
+        raise StrictFallbackError(
             f"{op} cannot run its Triton kernel: {reason}; unset FUSESTEP_STRICT to run the PyTorch reference instead."
         )
     if reason not in _announced:

@@ -25,7 +25,7 @@ except Exception as error:  # a broken Triton raises far more than ImportError; 
         def __getattr__(self, name: str) -> Any:
             return self
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: Any, **_options: Any) -> Any:
             return args[0] if args else self
 
     triton = _Missing()
