@@ -1,0 +1,124 @@
+"""The Adam step in fp32 against its byte floor and torch's fused AdamW, with and without global-norm clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import timing
+from fusestep.optim import FusedAdam
+
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+MAX_NORM = 1.0
+
+
+def gpt_shapes(width: int, layers: int, vocabulary: int, context: int) -> list[tuple[int, ...]]:
+    """The parameters of a GPT with fused QKV and an FFN four times its width, head tied."""
+    shapes: list[tuple[int, ...]] = [(vocabulary, width), (context, width), (width,), (width,)]
+    for _ in range(layers):
+        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return shapes
+
+
+SETS = {
+    "29M": gpt_shapes(768, 4, 96, 256),
+    "124M": gpt_shapes(768, 12, 50304, 1024),
+    "1.3B": gpt_shapes(2048, 24, 50304, 2048),
+}
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    """Random fp32 parameters with random gradients."""
+    made = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    return made
+
+
+def check(shapes: list[tuple[int, ...]], max_norm: float | None) -> float:
+    """Three steps of ours against three of torch's unfused AdamW in float64; the largest relative error of a tensor."""
+    ours = parameters(shapes)
+    exact = [nn.Parameter(p.detach().double()) for p in ours]
+    mine = FusedAdam(ours, adam_w_mode=True, max_grad_norm=max_norm, **OPTIONS)
+    oracle = torch.optim.AdamW(exact, foreach=False, fused=False, **OPTIONS)
+    before = [p.detach().clone() for p in exact]
+    for _ in range(3):
+        for p, q in zip(ours, exact, strict=True):
+            p.grad = torch.randn_like(p) * 1e-3
+            q.grad = p.grad.double()
+        if max_norm is not None:
+            total = math.sqrt(sum(float(q.grad.square().sum()) for q in exact if q.grad is not None))
+            for q in exact:
+                assert q.grad is not None
+                q.grad.mul_(min(1.0, max_norm / (total + 1e-6)))
+        mine.step()
+        oracle.step()
+    errors = [
+        float((p.double() - q).norm() / (q - start).norm()) for p, q, start in zip(ours, exact, before, strict=True)
+    ]
+    return max(errors)
+
+
+def candidates(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Tensor | None]]:
+    """The steps to time. Each optimizer has its own parameters' state; parameters and gradients are shared."""
+    shared = parameters(shapes)
+
+    def step(optimizer: torch.optim.Optimizer, clip: bool = False) -> Callable[[], None]:
+        def call() -> None:
+            if clip:
+                torch.nn.utils.clip_grad_norm_(shared, MAX_NORM, foreach=True)
+            optimizer.step()
+
+        return call
+
+    return {
+        "fusestep": step(FusedAdam(shared, adam_w_mode=True, capturable=True, **OPTIONS)),
+        "fusestep+clip": step(FusedAdam(shared, adam_w_mode=True, capturable=True, max_grad_norm=MAX_NORM, **OPTIONS)),
+        "torch fused": step(torch.optim.AdamW(shared, fused=True, capturable=True, **OPTIONS)),
+        "torch fused+clip": step(torch.optim.AdamW(shared, fused=True, capturable=True, **OPTIONS), clip=True),
+    }
+
+
+def run(copy: float) -> list[dict[str, Any]]:
+    """Time every set; refuse to time a wrong step."""
+    rows: list[dict[str, Any]] = []
+    for name, shapes in SETS.items():
+        elements = sum(math.prod(shape) for shape in shapes)
+        worst = max(check(shapes[:16], None), check(shapes[:16], 0.05))
+        if not worst < 1e-3:
+            raise SystemExit(f"Adam is wrong at {name}: relative error of the update {worst:.2e}; nothing was timed.")
+        calls = candidates(shapes)
+        stream = torch.cuda.Stream()
+        graphs = {label: timing.Graph(lambda _, call=call: call(), stream, calls=3) for label, call in calls.items()}
+        device = timing.device_times(graphs)
+        del graphs
+        host = host_step_times(shapes)
+        for label, measured in device.items():
+            floor = elements * (32 if "clip" in label else 28) / copy * 1e3
+            rows.append(
+                {
+                    "set": name,
+                    "parameters": elements,
+                    "tensors": len(shapes),
+                    "implementation": label,
+                    "device_ms": measured.median,
+                    "device_ms_quartiles": [measured.low, measured.high],
+                    "floor_ms": floor,
+                    "of_floor": floor / measured.median,
+                    "host_ms": host[label].median,
+                }
+            )
+        del calls
+        torch.cuda.empty_cache()
+    return rows
+
+
+def host_step_times(shapes: list[tuple[int, ...]]) -> dict[str, timing.Timing]:
+    """Host time of a step over as many tensors, each of 8 elements, so that the device is never what is waited for."""
+    small: list[tuple[int, ...]] = [(8,)] * len(shapes)
+    return timing.host_times(candidates(small), calls=20)
