@@ -1,0 +1,63 @@
+# Every target does its own set-up; `make` alone lists them. CI calls the same ones.
+
+VENV := .venv
+READY := $(VENV)/ready
+BIN := $(VENV)/bin
+PYTHON_IN_VENV := $(BIN)/python
+# More arguments for pytest (make test), the benchmarks (make bench) and the like.
+ARGS :=
+
+# A checkout that was moved, or whose Python is gone, is set up anew.
+ifneq ($(shell test -x $(PYTHON_IN_VENV) && cat $(READY) 2>/dev/null),$(CURDIR))
+$(READY): FORCE
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help FORCE
+help: ## list the targets (this)
+	@echo "fusestep: make TARGET [ARGS=…]"
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt tools/setup.sh
+	@tools/setup.sh $(VENV)
+
+.PHONY: setup demo test bench
+setup: $(READY) ## make the virtual environment .venv; every other target does it by itself
+
+demo: $(READY) ## the whole story on this machine, in minutes: doctor, train, generate, ladder
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
+
+test: $(READY) ## run the tests, then the kernels through Triton's interpreter; ARGS go to pytest
+	@$(PYTHON_IN_VENV) tools/run_tests.py $(ARGS)
+
+bench: $(READY) ## time the kernels against the copy's speed and their peers (needs a GPU)
+	@$(PYTHON_IN_VENV) benchmarks/run.py $(ARGS)
+
+.PHONY: check lint format types check-wheel check-kernels check-triton36
+check: lint types test check-wheel check-kernels check-triton36 ## all that CI checks
+
+lint: $(READY) ## ruff, codespell, and calls that kernels may not make
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
+	@$(PYTHON_IN_VENV) tools/forbidden_calls.py src/fusestep/ops
+
+format: $(READY) ## let ruff mend and format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(READY) ## mypy, strict
+	@$(BIN)/mypy
+
+check-wheel: $(READY) ## build the wheel, install it into an empty environment elsewhere, and use it there
+	@$(PYTHON_IN_VENV) tools/check_wheel.py
+
+check-kernels: $(READY) ## compile every launch of every kernel for six GPU generations, without a GPU
+	@$(PYTHON_IN_VENV) tools/check_kernels.py $(ARGS)
+
+check-triton36: $(READY) ## the interpreter's tests under the oldest Triton that we serve
+	@$(PYTHON_IN_VENV) tools/check_triton36.py $(ARGS)
+
+.PHONY: clean
+clean: ## remove what the targets made: the virtual environment, build folders, caches, the demo's runs
+	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
