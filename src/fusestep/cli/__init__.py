@@ -1,0 +1,25 @@
+"""The command `fusestep`.
+
+`app.py` lists the commands; each is a module of its own here, with one function `command`, imported only when it is
+called, so that help and `--version` answer at once. `errors.py` turns what a person can mend into one sentence.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fusestep.cli.errors import exit_status
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line on `arguments` (by default the process's own) and leave with its exit status."""
+
+    def program() -> None:
+        # Inside, because the command line's own packages may be missing.
+        from fusestep.cli.app import run
+
+        run(sys.argv[1:] if arguments is None else list(arguments))
+
+    sys.exit(exit_status("fusestep", program))

@@ -1,0 +1,86 @@
+"""What the command line says, and with which exit status it ends, when something stops it.
+
+    0    done
+    1    the command's own answer is no (`fusestep doctor --require`)
+    2    something that a person can mend: one sentence on stderr
+    130  interrupted
+    141  the reader of a pipe went away; said to nobody, as every program that SIGPIPE ends
+
+Any other exception is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+from fusestep.errors import UserError
+
+#: The packages that only an extra brings, and which extra that is.
+EXTRA_OF_PACKAGE = {
+    "typer": "cli",
+    "rich": "cli",
+    "safetensors": "cli",
+    "psutil": "cli",
+    "jinja2": "report",
+    "matplotlib": "report",
+}
+
+MENDABLE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def exit_status(who: str, program: Callable[[], None]) -> int:
+    """Run `program` and return the exit status; say on stderr, as `who`, what a person has to mend."""
+    try:
+        program()
+        # Here, and not in the interpreter's last breath, so that a closed pipe is found while it can be kept quiet.
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{who}: interrupted", file=sys.stderr)  # noqa: T201
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more as it leaves; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        sentence = mendable(error)
+        if sentence is None:
+            raise
+        print(f"{who}: {sentence}", file=sys.stderr)  # noqa: T201
+        return MENDABLE
+    return 0
+
+
+def mendable(error: Exception) -> str | None:
+    """The sentence for an error that a person can mend, or None for a defect of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRA_OF_PACKAGE.get(package)
+        return extra and f"the package {package} is not installed; run pip install 'fusestep[{extra}]'."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where} ({os.strerror(error.errno)}); free some space or choose another folder."
+    return _out_of_memory(error)
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """The sentence for memory that ran out on a GPU or on the host; the trainer adds what filled it."""
+    mend = "lower --batch, or choose a smaller --preset."
+    if isinstance(error, MemoryError):
+        return f"out of memory on this machine; {mend}"
+    # torch is looked up, not imported: an error of its kind cannot come from a process that never loaded it.
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        return f"out of GPU memory, after a peak of {peak:.2f} GiB; {mend}"
+    if "DefaultCPUAllocator" in str(error):
+        return f"out of memory on this machine; {mend}"
+    return None
