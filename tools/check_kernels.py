@@ -1,0 +1,224 @@
+"""Compile every launch of every kernel for six generations of GPU, on a machine without one.
+
+    python tools/check_kernels.py [OP…]
+
+Each configuration that an op lists in `compilations()` goes through `triton.compile` down to machine code. It must
+compile, and its shared memory must fit what a block may have on that chip. Registers and the bytes of stack that
+spilled registers take are read from the machine code and shown. A kernel that no configuration covers is an error, so
+that none escapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import fusestep
+from fusestep import hardware
+from fusestep.ops.registry import CATALOGUE, Compilation
+
+# Bytes of shared memory that a thread block may use, by compute capability: CUDA C++ Programming Guide, table
+# "Technical Specifications per Compute Capability".
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# The chips' architecture-specific names: what Triton itself compiles for on them.
+THREADS_PER_BLOCK = 1024
+
+PROBE = Compilation(hardware._probe_kernel, "the doctor's probe", {"out_ptr": "*fp32"}, {}, num_warps=4)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one configuration became on one chip; `failure` tells why it did not."""
+
+    op: str
+    label: str
+    target: int
+    shared: int = 0
+    registers: int = 0
+    stack: int = 0
+    failure: str | None = None
+
+
+def modules() -> list[ModuleType]:
+    """Every module of the package that can hold a kernel, imported; the catalogue is full afterwards."""
+    found = [importlib.import_module("fusestep.hardware")]
+    for name in ("ops", "nn", "optim"):
+        package = importlib.import_module(f"fusestep.{name}")
+        found.append(package)
+        found += [
+            importlib.import_module(info.name)
+            for info in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}.")
+        ]
+    return found
+
+
+def key(one: Compilation) -> tuple[Any, ...]:
+    """Two configurations with the same key compile to the same code."""
+    return (
+        one.kernel.cache_key,
+        tuple(sorted(one.signature.items())),
+        tuple(sorted((name, str(value)) for name, value in one.constexprs.items())),
+        one.num_warps,
+        one.num_stages,
+        tuple(sorted(one.divisible_by_16)),
+    )
+
+
+@cache
+def configurations() -> list[tuple[str, Compilation]]:
+    """(op, configuration), each once, in an order that is the same in every process."""
+    modules()
+    listed = [(op.name, one) for op in CATALOGUE.values() for one in op.compilations()]
+    distinct: dict[tuple[Any, ...], tuple[str, Compilation]] = {}
+    for op, one in [("hardware", PROBE), *listed]:
+        distinct.setdefault(key(one), (op, one))
+    return list(distinct.values())
+
+
+def called_by(kernel: JITFunction[Any]) -> Iterator[JITFunction[Any]]:
+    """The jitted functions that a kernel's code names, and those that these name."""
+    source = textwrap.dedent(inspect.getsource(kernel.fn))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            value = kernel.fn.__globals__.get(node.id)
+            if isinstance(value, JITFunction) and value is not kernel:
+                yield value
+                yield from called_by(value)
+
+
+def uncovered() -> list[str]:
+    """Jitted functions of the package that are neither compiled by any configuration nor called by one that is."""
+    covered = {id(one.kernel): one.kernel for _, one in configurations()}
+    for kernel in list(covered.values()):
+        covered.update((id(helper), helper) for helper in called_by(kernel))
+    found = {
+        id(value): f"{value.__module__}.{value.__name__}"
+        for module in modules()
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.__module__.startswith(fusestep.__name__)
+    }
+    return sorted(name for identity, name in found.items() if identity not in covered)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack a thread) of the machine code."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        answer = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", answer.stdout)
+    if found is None:
+        raise RuntimeError(f"cuobjdump answered without registers: {answer.stdout!r}")
+    return int(found[1]), int(found[2])
+
+
+def build(index: int) -> list[Built]:
+    """Compile one configuration for every chip."""
+    op, one = configurations()[index]
+    position = {name: place for place, name in enumerate(one.kernel.arg_names)}
+    attributes = {(position[name],): [["tt.divisibility", 16]] for name in one.divisible_by_16}
+    source = ASTSource(one.kernel, dict(one.signature), dict(one.constexprs), attributes)
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+    results = []
+    for target, limit in SHARED_MEMORY.items():
+        try:
+            compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        except Exception as error:  # whatever the compiler raises is this check's finding
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            results.append(Built(op, one.label, target, failure=f"{type(error).__name__}: {reason}"))
+            continue
+        shared = compiled.metadata.shared
+        registers, stack = resources(compiled.asm["cubin"])
+        failure = None
+        if shared > limit:
+            failure = f"needs {shared} bytes of shared memory, a block has {limit}"
+        elif compiled.metadata.num_warps * 32 > THREADS_PER_BLOCK:
+            failure = f"needs {compiled.metadata.num_warps * 32} threads, a block has {THREADS_PER_BLOCK}"
+        results.append(Built(op, one.label, target, shared, registers, stack, failure))
+    return results
+
+
+def report(results: list[Built]) -> None:
+    """A line for each op and chip, then each configuration that spills."""
+    print(f"{'op':24} {'chip':>6} {'builds':>7} {'shared, most':>13} {'of':>7} {'registers':>10} {'spill':>6}")
+    for op in sorted({one.op for one in results}):
+        for target, limit in SHARED_MEMORY.items():
+            mine = [one for one in results if (one.op, one.target) == (op, target)]
+            shared, registers, spilling = (
+                max(one.shared for one in mine),
+                max(one.registers for one in mine),
+                sum(one.stack > 0 for one in mine),
+            )
+            print(f"{op:24} sm_{target:<3} {len(mine):7} {shared:13} {limit:7} {registers:10} {spilling:6}")
+    spilled: dict[tuple[str, str], list[Built]] = {}
+    for one in results:
+        if one.stack:
+            spilled.setdefault((one.op, one.label), []).append(one)
+    for (op, label), them in spilled.items():
+        where = ", ".join(f"sm_{one.target} {one.stack} B" for one in them)
+        print(f"note: {op}, {label} keeps registers on the stack: {where}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops (default: all)")
+    wanted = parser.parse_args().ops
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    found = configurations()
+    unknown = set(wanted) - {op for op, _ in found}
+    if unknown:
+        parser.error(f"no op is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(CATALOGUE))}")
+    chosen = [index for index, (op, _) in enumerate(found) if not wanted or op in wanted]
+    if not CATALOGUE or not chosen:
+        print("error: the catalogue of ops is empty, so nothing was checked", file=sys.stderr)
+        return 1
+
+    started = time.monotonic()
+    workers = min(len(chosen), os.cpu_count() or 1)
+    print(
+        f"Triton {triton.__version__}: {len(chosen)} configurations × {len(SHARED_MEMORY)} chips, {workers} processes"
+    )
+    results: list[Built] = []
+    with ProcessPoolExecutor(workers) as pool:
+        for done, built in enumerate(pool.map(build, chosen), 1):
+            results += built
+            if done % 25 == 0:
+                print(f"  {done}/{len(chosen)} after {time.monotonic() - started:.0f} s", flush=True)
+    report(results)
+
+    errors = [f"{one.op}, {one.label}, sm_{one.target}: {one.failure}" for one in results if one.failure]
+    errors += [
+        f"{name} is compiled by no configuration; list its launches in its op's compilations()" for name in uncovered()
+    ]
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    print(f"{len(results)} builds, {len(errors)} errors, {time.monotonic() - started:.0f} s")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

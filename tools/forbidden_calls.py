@@ -1,0 +1,66 @@
+"""Find calls that no kernel may make: atomics on floats, and program numbers of 32 bits.
+
+    python tools/forbidden_calls.py FILE_OR_FOLDER…
+
+- Atomics add in whatever order the programs come, so the same step would give other bits the next time. An integer
+  ticket (which program is the last one?) is fine, and its line says so with the comment `# integer ticket`.
+- `tl.program_id(…)` is a 32-bit number, and row × stride overflows it from 2^31 elements on; write
+  `tl.program_id(…).to(tl.int64)`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+TICKET = "# integer ticket"
+WIDENED = [".", "to", "(", "tl", ".", "int64", ")"]
+IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+def findings(path: Path) -> Iterator[str]:
+    """One line for each forbidden call in a file."""
+    with tokenize.open(path) as file:
+        tokens = list(tokenize.generate_tokens(file.readline))
+    code = [token for token in tokens if token.type not in IGNORED]
+    tickets = {token.start[0] for token in tokens if token.type == tokenize.COMMENT and token.string.startswith(TICKET)}
+    words = [token.string for token in code]
+    for index, token in enumerate(code):
+        line = token.start[0]
+        if token.type != tokenize.NAME:
+            continue
+        if token.string.startswith("atomic_") and line not in tickets:
+            yield f"{path}:{line}: {token.string}: sums would depend on the order of programs; reduce in two stages"
+        if token.string == "program_id" and not is_widened(words, index):
+            yield f"{path}:{line}: program_id is 32 bits wide; append .to(tl.int64)"
+
+
+def is_widened(words: list[str], index: int) -> bool:
+    """Whether the call of the name at `index` is followed by .to(tl.int64)."""
+    if words[index + 1] != "(":
+        return False
+    depth = 0
+    for place in range(index + 1, len(words)):
+        depth += {"(": 1, ")": -1}.get(words[place], 0)
+        if depth == 0:
+            return words[place + 1 : place + 1 + len(WIDENED)] == WIDENED
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    paths = [Path(argument) for argument in arguments]
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing or not paths:
+        print(f"forbidden_calls: nothing to read at {', '.join(missing) or 'no path'}", file=sys.stderr)
+        return 2
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    found = [line for file in files for line in findings(file)]
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
