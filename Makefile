@@ -36,11 +36,12 @@ bench: $(READY) ## time the kernels against the copy's speed and their peers (ne
 .PHONY: check lint format types check-wheel check-kernels check-triton36
 check: lint types test check-wheel check-kernels check-triton36 ## all that CI checks
 
-lint: $(READY) ## ruff, codespell, and calls that kernels may not make
+lint: $(READY) ## ruff, codespell, calls that kernels may not make, large files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/codespell
-	@$(PYTHON_IN_VENV) tools/forbidden_calls.py src/fusestep/ops
+	@git ls-files -z | xargs -0 $(BIN)/codespell
+	@git ls-files -z | xargs -0 $(PYTHON_IN_VENV) tools/large_files.py
+	@$(PYTHON_IN_VENV) tools/forbidden_calls.py src/fusestep
 
 format: $(READY) ## let ruff mend and format the code
 	@$(BIN)/ruff check --fix .
