@@ -1,0 +1,127 @@
+"""Transformer blocks in the plain and the fused form, under Transformer Engine's parameter names.
+
+    attention = proj(attend(linear_qkv(norm(x))))        x ← x + dropout(attention)
+    mlp       = fc2(gelu(fc1(norm(x))))                  x ← x + dropout(mlp)
+
+GELU is the tanh form, 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), in every form of the model, as Transformer Engine's
+"gelu" is. The exact (erf) form differs from it by up to 5e-4.
+
+Legend: B batch, T tokens, W width, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusestep import nn as fused
+from fusestep.models.config import GPTConfig
+
+#: What layer norms add to the variance, everywhere in the model; torch's and Transformer Engine's default.
+EPSILON = 1e-5
+
+
+def normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, *, has_fused_norm: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Layer norm over the last dimension of the stream, and the stream itself: x, or x + residual."""
+    shape = (x.shape[-1],)
+    if not has_fused_norm:
+        stream = x if residual is None else x + residual
+        return F.layer_norm(stream, shape, weight, bias, EPSILON), stream
+    if residual is None:
+        return fused.functional.layer_norm(x, shape, weight, bias, EPSILON), x
+    return fused.functional.layer_norm(x, shape, weight, bias, EPSILON, residual=residual)
+
+
+class LayerNormLinear(nn.Module):
+    """norm(x) · weightᵀ + bias, with the norm's parameters beside the product's."""
+
+    def __init__(self, in_features: int, out_features: int, *, has_fused_norm: bool) -> None:
+        super().__init__()
+        self.has_fused_norm = has_fused_norm
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
+        self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, in) to (B, T, out), and the stream that was normalised."""
+        y, stream = normalise(
+            x, self.layer_norm_weight, self.layer_norm_bias, has_fused_norm=self.has_fused_norm, residual=residual
+        )
+        return F.linear(y, self.weight, self.bias), stream
+
+
+class SelfAttention(nn.Module):
+    """Causal attention with its norm in front; the rows of the fused weight are q, then k, then v."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.layernorm_qkv = LayerNormLinear(config.width, 3 * config.width, has_fused_norm=config.has_fused_norm)
+        self.proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
+        qkv, stream = self.layernorm_qkv(x, residual)
+        B, T, _ = qkv.shape
+        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, W / H)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        branch = self.proj(attended.transpose(1, 2).reshape(B, T, -1))
+        return F.dropout(branch, self.dropout, self.training), stream
+
+
+class LayerNormMLP(nn.Module):
+    """fc2(gelu(fc1(norm(x)))), with all six parameters side by side."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.has_fused_norm = config.has_fused_norm
+        self.layer_norm_weight = nn.Parameter(torch.empty(config.width))
+        self.layer_norm_bias = nn.Parameter(torch.empty(config.width))
+        self.fc1_weight = nn.Parameter(torch.empty(config.ffn_width, config.width))
+        self.fc1_bias = nn.Parameter(torch.empty(config.ffn_width))
+        self.fc2_weight = nn.Parameter(torch.empty(config.width, config.ffn_width))
+        self.fc2_bias = nn.Parameter(torch.empty(config.width))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
+        y, stream = normalise(
+            x, self.layer_norm_weight, self.layer_norm_bias, has_fused_norm=self.has_fused_norm, residual=residual
+        )
+        hidden = F.gelu(F.linear(y, self.fc1_weight, self.fc1_bias), approximate="tanh")
+        branch = F.linear(hidden, self.fc2_weight, self.fc2_bias)
+        return F.dropout(branch, self.dropout, self.training), stream
+
+
+class PlainBlock(nn.Module):
+    """A block that adds each branch as soon as it is there."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.layernorm_mlp = LayerNormMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, W) to (B, T, W)."""
+        attention, _ = self.self_attention(x)
+        x = x + attention
+        mlp, _ = self.layernorm_mlp(x)
+        out: Tensor = x + mlp
+        return out
+
+
+class FusedBlock(PlainBlock):
+    """The same block, which leaves the add of its last branch to the next norm."""
+
+    def forward(self, branch: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The stream is branch + residual; returned in the same two parts, each (B, T, W)."""
+        branch, residual = self.self_attention(branch, residual)
+        branch, residual = self.layernorm_mlp(branch, residual)
+        return branch, residual

@@ -1,0 +1,134 @@
+"""The GPT: token and position embeddings, blocks, a final norm and a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fusestep import nn as fused
+from fusestep.errors import UserError
+from fusestep.models.blocks import EPSILON, FusedBlock, PlainBlock, normalise
+from fusestep.models.config import GPTConfig
+from fusestep.models.seed import SeedBlock, causal_mask
+
+_BLOCKS: dict[str, type[nn.Module]] = {"seed": SeedBlock, "plain": PlainBlock, "fused": FusedBlock}
+
+#: Standard deviation of every initial matrix, embeddings included; Transformer Engine's.
+INITIAL_STD = 0.023
+
+
+class GPT(nn.Module):
+    """A causal language model in one of three forms that share state dicts (see GPTConfig).
+
+    Every matrix starts as N(0, 0.023), embeddings and head too, every norm at weight 1 and bias 0, every other bias at
+    0. The parameters of all forms come in the same order, so one seed gives all forms the same weights.
+
+    Args:
+        config: the sizes and the form.
+        device, dtype: of the parameters; with device "meta" nothing is allocated until `to_empty` and
+            `reset_parameters`.
+
+    Attributes:
+        checkpoint_blocks: keep only each block's input for the backward pass and compute the block again there.
+    """
+
+    def __init__(
+        self, config: GPTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = False
+        target = torch.get_default_device() if device is None else torch.device(device)
+        # Built without storage: torch's own initial values would be drawn for nothing, in an order that differs
+        # between the forms.
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.position = nn.Embedding(config.context, config.width)
+            self.blocks = nn.ModuleList(_BLOCKS[config.form](config) for _ in range(config.layers))
+            norm = fused.FusedLayerNorm if config.has_fused_norm else nn.LayerNorm
+            self.final_norm = norm(config.width, eps=EPSILON)
+            # A tied head has no weight of its own, so that the state dict holds the shared one once.
+            self.head = None if config.tied_head else nn.Linear(config.width, config.vocab_size, bias=False)
+        if dtype is not None:
+            self.to(dtype)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial values from the default generator of the parameters' device."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, INITIAL_STD)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at every position.
+
+        Args: tokens: (B, T) int64, 1 ≤ T ≤ context, ids below vocab_size.
+        Returns: (B, T, vocab_size), in the dtype of the parameters, or of autocast.
+        Raises: UserError for a wrong shape, and on the CPU for an id outside the vocabulary (on a GPU that check would
+            make the host wait at every step; the data sources check ids on the host).
+        """
+        self._check(tokens)
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = F.dropout(x, self.config.dropout, self.training)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self._trunk(x), head)
+
+    def _trunk(self, x: Tensor) -> Tensor:
+        """The blocks and the final norm: (B, T, W) to (B, T, W)."""
+        if self.config.form == "fused":
+            residual = None
+            for block in self.blocks:
+                x, residual = self._run(block, x, residual)
+            norm = self.final_norm
+            return normalise(x, norm.weight, norm.bias, has_fused_norm=True, residual=residual)[0]
+        extra = (causal_mask(x.shape[1], like=x),) if self.config.form == "seed" else ()
+        for block in self.blocks:
+            x = self._run(block, x, *extra)
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def _run(self, block: nn.Module, *inputs: Tensor | None) -> Any:
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise UserError(
+                f"GPT: tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; give int64 ids of shape (batch, T)."
+            )
+        if not 1 <= tokens.shape[1] <= self.config.context:
+            raise UserError(
+                f"GPT: a sequence of {tokens.shape[1]} tokens does not fit the context of {self.config.context}; "
+                f"give 1 to {self.config.context} tokens, or build the model with a longer context."
+            )
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (int(bound) for bound in torch.aminmax(tokens))
+            if low < 0 or high >= self.config.vocab_size:
+                raise UserError(
+                    f"GPT: token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}; "
+                    "ids run from 0 to one less than that."
+                )
+
+    def parameter_count(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def describe(self) -> str:
+        """The form, the parameter count and the dimensions in one line."""
+        c = self.config
+        return (
+            f"{c.form} GPT: {self.parameter_count() / 1e6:.1f} M parameters | {c.layers} layers × {c.width} wide, "
+            f"{c.heads} heads, feed-forward {c.ffn_width}, context {c.context}, vocabulary {c.symbols}"
+            + (f" (padded to {c.vocab_size})" if c.symbols != c.vocab_size else "")
+            + (", head tied" if c.tied_head else "")
+        )
