@@ -22,7 +22,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -35,14 +35,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import fusestep
 from fusestep import hardware
 from fusestep.ops.registry import CATALOGUE, Compilation
 
 # Bytes of shared memory that a thread block may use, by compute capability: CUDA C++ Programming Guide, table
 # "Technical Specifications per Compute Capability".
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-# The chips' architecture-specific names: what Triton itself compiles for on them.
 THREADS_PER_BLOCK = 1024
 
 PROBE = Compilation(hardware._probe_kernel, "the doctor's probe", {"out_ptr": "*fp32"}, {}, num_warps=4)
@@ -108,16 +106,16 @@ def called_by(kernel: JITFunction[Any]) -> Iterator[JITFunction[Any]]:
                 yield from called_by(value)
 
 
-def uncovered() -> list[str]:
-    """Jitted functions of the package that are neither compiled by any configuration nor called by one that is."""
-    covered = {id(one.kernel): one.kernel for _, one in configurations()}
-    for kernel in list(covered.values()):
-        covered.update((id(helper), helper) for helper in called_by(kernel))
+def uncovered(compiled: Iterable[JITFunction[Any]], where: Iterable[ModuleType]) -> list[str]:
+    """Jitted functions of the modules that are neither compiled by any configuration nor called by one that is."""
+    covered = set()
+    for kernel in compiled:
+        covered |= {id(kernel)} | {id(helper) for helper in called_by(kernel)}
     found = {
         id(value): f"{value.__module__}.{value.__name__}"
-        for module in modules()
+        for module in where
         for value in vars(module).values()
-        if isinstance(value, JITFunction) and value.__module__.startswith(fusestep.__name__)
+        if isinstance(value, JITFunction) and value.__module__ == module.__name__
     }
     return sorted(name for identity, name in found.items() if identity not in covered)
 
@@ -135,13 +133,18 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def build(index: int) -> list[Built]:
+def build_numbered(index: int) -> list[Built]:
+    """`build` for another process, which lists the configurations again: kernels do not travel between processes."""
+    return build(*configurations()[index])
+
+
+def build(op: str, one: Compilation) -> list[Built]:
     """Compile one configuration for every chip."""
-    op, one = configurations()[index]
     position = {name: place for place, name in enumerate(one.kernel.arg_names)}
     attributes = {(position[name],): [["tt.divisibility", 16]] for name in one.divisible_by_16}
     source = ASTSource(one.kernel, dict(one.signature), dict(one.constexprs), attributes)
-    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+    # Named, since the default differs between Triton's versions, and 3.9 warns where it is left open.
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": True}
     results = []
     for target, limit in SHARED_MEMORY.items():
         try:
@@ -204,7 +207,7 @@ def main() -> int:
     )
     results: list[Built] = []
     with ProcessPoolExecutor(workers) as pool:
-        for done, built in enumerate(pool.map(build, chosen), 1):
+        for done, built in enumerate(pool.map(build_numbered, chosen), 1):
             results += built
             if done % 25 == 0:
                 print(f"  {done}/{len(chosen)} after {time.monotonic() - started:.0f} s", flush=True)
@@ -212,7 +215,8 @@ def main() -> int:
 
     errors = [f"{one.op}, {one.label}, sm_{one.target}: {one.failure}" for one in results if one.failure]
     errors += [
-        f"{name} is compiled by no configuration; list its launches in its op's compilations()" for name in uncovered()
+        f"{name} is compiled by no configuration; list its launches in its op's compilations()"
+        for name in uncovered((one.kernel for _, one in found), modules())
     ]
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

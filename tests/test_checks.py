@@ -1,0 +1,193 @@
+"""The project's own checks find what they are there to find."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fusestep.language import TRITON_IMPORT_ERROR, tl, triton
+from fusestep.ops.registry import Compilation
+
+pytestmark = pytest.mark.skipif(TRITON_IMPORT_ERROR is not None, reason=f"no Triton: {TRITON_IMPORT_ERROR}")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def found_in(tmp_path: Path, code: str) -> list[str]:
+    path = tmp_path / "kernel.py"
+    path.write_text(code)
+    return list(tool("forbidden_calls").findings(path))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tl.atomic_add(out_ptr + columns, partial)\n",
+        "tl.atomic_max(out_ptr, value, mask=mask)\n",
+        "from triton.language import atomic_add\n",
+        "tl.atomic_add(out_ptr, 1.0)  # a sum\n",
+    ],
+)
+def test_atomics_are_found(tmp_path: Path, code: str) -> None:
+    (finding,) = found_in(tmp_path, code)
+    assert "kernel.py:1: atomic_" in finding
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "row = tl.program_id(0)\n",
+        "row = tl.program_id(0) * R + tl.arange(0, R)\n",
+        "row = tl.program_id(axis=0).to(tl.int32)\n",
+        "row = (tl.program_id(0)).to(tl.int64)\n",
+        "where = tl.program_id\n",
+    ],
+)
+def test_narrow_program_numbers_are_found(tmp_path: Path, code: str) -> None:
+    (finding,) = found_in(tmp_path, code)
+    assert "kernel.py:1: program_id" in finding
+
+
+def test_widened_program_numbers_tickets_and_prose_pass(tmp_path: Path) -> None:
+    code = '''
+"""Neither tl.atomic_add nor tl.program_id(0) is called here."""
+row = tl.program_id(0).to(tl.int64)
+tile = tl.program_id(
+    axis=tl.constexpr(1)
+).to(tl.int64)  # never tl.program_id(0) alone
+last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")  # integer ticket: who is last sums the partials
+'''
+    assert found_in(tmp_path, code) == []
+
+
+def test_the_text_check_fails_on_a_finding_and_on_nothing_to_read(tmp_path: Path) -> None:
+    main = tool("forbidden_calls").main
+    (tmp_path / "kernel.py").write_text("row = tl.program_id(0)\n")
+    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path / "absent")]) == 2
+    assert main([]) == 2
+
+
+def test_large_files_are_found(tmp_path: Path) -> None:
+    check = tool("large_files")
+    (tmp_path / "small").write_bytes(bytes(check.LIMIT))
+    (tmp_path / "large").write_bytes(bytes(check.LIMIT + 1))
+    assert check.main([str(tmp_path / "small")]) == 0
+    assert check.main([str(tmp_path / "small"), str(tmp_path / "large")]) == 1
+
+
+@triton.jit
+def _helper(x):
+    return x * 2.0
+
+
+@triton.jit
+def _product_kernel(x_ptr, y_ptr, out_ptr, steps, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    total = tl.zeros((N, N), tl.float32)
+    for step in range(steps):
+        total = tl.dot(tl.load(x_ptr + at + step * N * N), tl.load(y_ptr + at + step * N * N), total)
+    tl.store(out_ptr + at, _helper(total))
+
+
+@triton.jit
+def _forgotten_kernel(x_ptr):
+    tl.store(x_ptr, 1.0)
+
+
+def product(size: int, stages: int) -> Compilation:
+    return Compilation(
+        kernel=_product_kernel,
+        label=f"{size} × {size}",
+        signature={"x_ptr": "*fp16", "y_ptr": "*fp16", "out_ptr": "*fp32", "steps": "i32", "N": "constexpr"},
+        constexprs={"N": size},
+        num_warps=8,
+        num_stages=stages,
+        divisible_by_16=frozenset({"x_ptr", "y_ptr", "out_ptr"}),
+    )
+
+
+def test_shared_memory_is_held_against_each_chip() -> None:
+    # Three stages of two tiles of 128 × 128 fp16 are 192 KiB or less: too much for 8.6, 8.9 and 12.0, well within 9.0.
+    built = {one.target: one for one in tool("check_kernels").build("product", product(128, 3))}
+    assert set(built) == {80, 86, 89, 90, 100, 120}
+    for target in (86, 89, 120):
+        assert built[target].failure is not None
+        assert f"{built[target].shared} bytes of shared memory" in built[target].failure
+    assert built[90].failure is None
+    assert built[90].registers > 16
+
+
+def test_a_kernel_that_does_not_compile_is_a_finding() -> None:
+    # 48 is no power of two, which tl.arange wants.
+    failures = [one.failure for one in tool("check_kernels").build("product", product(48, 1))]
+    assert all(failure is not None for failure in failures)
+
+
+def test_a_kernel_that_no_configuration_covers_is_found() -> None:
+    check = tool("check_kernels")
+    here = sys.modules[__name__]
+    assert check.uncovered([_product_kernel], [here]) == [f"{__name__}._forgotten_kernel"]
+    assert check.uncovered([_product_kernel, _forgotten_kernel], [here]) == []
+
+
+def test_every_kernel_of_the_package_is_covered() -> None:
+    check = tool("check_kernels")
+    kernels = [one.kernel for _, one in check.configurations()]
+    assert check.uncovered(kernels, check.modules()) == []
+
+
+def test_every_op_proves_itself_and_lists_launches() -> None:
+    check = tool("check_kernels")
+    check.modules()
+    assert check.CATALOGUE
+    for op in check.CATALOGUE.values():
+        assert list(op.compilations()), op.name
+
+
+@pytest.mark.parametrize(
+    ("line", "closing"),
+    [
+        ("======= 12 passed, 3 deselected in 4.05s =======", "12 passed, 3 deselected in 4.05s"),
+        ("===== 1 failed, 12 passed in 74.05s (0:01:14) =====", "1 failed, 12 passed in 74.05s (0:01:14)"),
+        ("============ no tests ran in 3.95s ============", "no tests ran in 3.95s"),
+    ],
+)
+def test_the_runner_reads_the_closing_line(line: str, closing: str) -> None:
+    found = tool("run_tests").CLOSING_LINE.match(line)
+    assert found is not None
+    assert found.group(1) == closing
+
+
+def test_the_runner_fails_when_either_process_fails_or_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = tool("run_tests")
+
+    def status(ordinary: int, interpreter: int, *arguments: str) -> int:
+        answers = iter([(ordinary, "first"), (interpreter, "second")])
+        monkeypatch.setattr(runner, "run", lambda *_: next(answers))
+        monkeypatch.setattr(sys, "argv", ["run_tests.py", *arguments])
+        return int(runner.main())
+
+    assert status(0, 0) == 0
+    assert status(1, 0) == 1
+    assert status(0, 1) == 1
+    # A whole run without interpreter tests has lost them; a selection may hold none.
+    assert status(0, 5) == 1
+    assert status(0, 5, "-k", "name") == 0
+    assert status(5, 5, "-k", "name") == 5
