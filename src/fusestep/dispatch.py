@@ -8,8 +8,15 @@ import, never from a device's name. Three implementations exist:
 - `emulated`: quantised numerics reproduced without the hardware for them.
 
 A fallback is announced once per reason in the log `fusestep`, shows in `fusestep.explain` and `fusestep doctor`, and
-raises `StrictFallbackError` when FUSESTEP_STRICT=1. FUSESTEP_IMPL=torch asks for the reference everywhere: that is a
-wish, not a fallback.
+raises `StrictFallbackError` when FUSESTEP_STRICT=1.
+
+Two environment variables are read at the first call and kept for the process:
+
+- FUSESTEP_IMPL=torch asks for the reference everywhere. That is a wish, not a fallback: it is not announced, and
+  strict mode accepts it. Unset: our kernels wherever they run.
+- FUSESTEP_STRICT=1 refuses every fallback, on CPU tensors too. Unset or 0: fallbacks are announced.
+
+Op implementations ask `uses_triton` themselves, behind torch.library, so that torch.compile never traces the question.
 """
 
 from __future__ import annotations
@@ -17,6 +24,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +40,7 @@ Implementation = Literal["triton", "torch", "emulated"]
 logger = logging.getLogger("fusestep")
 
 
-class StrictFallbackError(RuntimeError):
+class StrictFallbackError(UserError):
     """FUSESTEP_STRICT=1 and this call would have fallen back."""
 
 
@@ -44,16 +54,27 @@ class Choice:
 
 
 @functools.cache
-def _asked_for_torch() -> bool:
+def asked_for_torch() -> bool:
+    """Whether FUSESTEP_IMPL asks for the reference everywhere.
+
+    Raises: UserError for a value that it does not have.
+    """
     wish = os.environ.get("FUSESTEP_IMPL", "")
-    if wish not in ("", "torch", "triton"):
-        raise UserError(f"FUSESTEP_IMPL is {wish!r}; set it to torch, or to triton, or unset it.")
+    if wish not in ("", "torch"):
+        raise UserError(
+            f"FUSESTEP_IMPL is {wish!r}; set it to torch for the PyTorch reference, or unset it for Triton where it "
+            "runs (FUSESTEP_STRICT=1 then refuses fallbacks)."
+        )
     return wish == "torch"
 
 
 @functools.cache
-def _strict() -> bool:
-    wish = os.environ.get("FUSESTEP_STRICT", "0")
+def strict() -> bool:
+    """Whether FUSESTEP_STRICT refuses fallbacks.
+
+    Raises: UserError for a value that it does not have.
+    """
+    wish = os.environ.get("FUSESTEP_STRICT", "")
     if wish not in ("", "0", "1"):
         raise UserError(f"FUSESTEP_STRICT is {wish!r}; set it to 1 or 0.")
     return wish == "1"
@@ -68,7 +89,7 @@ def explain_choice(op: str, device_type: str, index: int | None, unsupported: st
         device_type, index: of the tensors, as in torch.device.
         unsupported: why the kernel cannot take these very arguments, or None.
     """
-    if _asked_for_torch():
+    if asked_for_torch():
         return Choice("torch", "FUSESTEP_IMPL=torch")
     support = hardware.triton_support(device_type, index)
     if not support.ok:
@@ -78,8 +99,11 @@ def explain_choice(op: str, device_type: str, index: int | None, unsupported: st
     return Choice("triton", support.reason)
 
 
+# Backward runs on autograd's own threads, so the first call of an op may come from two at once.
+_lock = threading.RLock()
 _announced: set[str] = set()
-_chosen: dict[tuple[str, torch.device, str | None], bool] = {}
+_chosen: dict[tuple[str, torch.device], bool] = {}
+_examining = False
 
 
 def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -> bool:
@@ -87,17 +111,26 @@ def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -
 
     Called for every op, so an answer costs one dictionary look-up after the first.
 
+    Args:
+        op: the op's name, for the reader.
+        device: of the tensors.
+        unsupported: why the kernel cannot take these very arguments, or None; announced once for each wording, so
+            let it name the limit, not the call's sizes.
     Raises: StrictFallbackError with FUSESTEP_STRICT=1 where the kernel cannot run.
     """
-    key = (op, device, unsupported)
-    known = _chosen.get(key)
-    if known is not None:
-        return known
-    choice = explain_choice(op, device.type, device.index, unsupported)
-    if choice.is_fallback:
-        announce(op, choice.reason)
-    answer = choice.implementation == "triton"
-    _chosen[key] = answer
+    if unsupported is None:
+        known = _chosen.get((op, device))
+        if known is not None:
+            return known
+    with _lock:
+        choice = explain_choice(op, device.type, device.index, unsupported)
+        answer = choice.implementation == "triton"
+        if _examining:
+            return answer
+        if choice.is_fallback:
+            announce(op, choice.reason)
+        if unsupported is None:
+            _chosen[op, device] = answer
     return answer
 
 
@@ -106,19 +139,52 @@ def announce(op: str, reason: str) -> None:
 
     Raises: StrictFallbackError in strict mode.
     """
-    if _strict():
+    if strict():
         raise StrictFallbackError(
             f"{op} cannot run its Triton kernel: {reason}; unset FUSESTEP_STRICT to run the PyTorch reference instead."
         )
-    if reason not in _announced:
+    with _lock:
+        if reason in _announced:
+            return
         _announced.add(reason)
-        logger.warning("%s runs as its PyTorch reference, as will every op for the same reason: %s", op, reason)
+    logger.warning("%s runs as its PyTorch reference, as does every op that meets the same: %s", op, reason)
+
+
+@contextmanager
+def examination() -> Iterator[None]:
+    """Within it fallbacks are neither announced nor refused, so that the doctor can look at each of them."""
+    global _examining
+    with _lock:
+        before, _examining = _examining, True
+    try:
+        yield
+    finally:
+        _examining = before
+
+
+def one_device(op: str, **tensors: torch.Tensor | None) -> torch.device:
+    """The device that all of an op's tensors are on.
+
+    Raises: UserError naming the first tensor that is elsewhere, before anything is launched: a kernel that is handed
+        another device's address reads whatever lies there.
+    """
+    first, device = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise UserError(f"{op}: {name} is on {tensor.device} and {first} on {device}; move them to one device.")
+    if device is None:
+        raise TypeError(f"{op}: one_device was given no tensor")
+    return device
 
 
 def reset() -> None:
     """Forget the environment, every choice and every announcement, so that the next call decides anew."""
-    _asked_for_torch.cache_clear()
-    _strict.cache_clear()
+    asked_for_torch.cache_clear()
+    strict.cache_clear()
     explain_choice.cache_clear()
     _announced.clear()
     _chosen.clear()

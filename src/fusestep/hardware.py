@@ -6,21 +6,30 @@ forgets them all, for tests. No answer is guessed from a device's name: capabili
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fusestep.errors import UserError
 from fusestep.language import TRITON_IMPORT_ERROR, interpreted, tl, triton
 
 #: Triton serves Ampere and newer; older chips lack bf16 arithmetic and the async copies that our kernels expect.
 MINIMUM_CAPABILITY = (8, 0)
+
+#: FP8 tensor cores came with Ada (8.9) and Hopper (9.0); Blackwell's need a torch built for CUDA 12.8.
+FP8_CAPABILITY = (8, 9)
+BLACKWELL_CAPABILITY = (10, 0)
+BLACKWELL_CUDA = (12, 8)
 
 
 @dataclass(frozen=True)
@@ -42,19 +51,32 @@ class Device:
     multiprocessors: int
 
 
+def dotted(version: tuple[int, ...]) -> str:
+    """(8, 6) as '8.6'."""
+    return ".".join(map(str, version))
+
+
+# Devices and driver
+
+
 @functools.cache
 def cuda_support() -> Support:
     """Whether torch can use a CUDA device, without raising whatever the driver's state."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return Support(False, f"this torch ({torch.__version__}) is a CPU build")
+        reason = f"this torch ({torch.__version__}) is a CPU build"
+        if driver_version() is not None:
+            reason += ", though the machine has an NVIDIA driver: install the CUDA build from https://pytorch.org"
+        return Support(False, reason)
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
         # torch raises here for no driver, a driver older than its CUDA, and no device; its first line says which.
-        return Support(False, str(error).strip().splitlines()[0].rstrip("."))
+        reason = _first_line(error).rstrip(".")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            reason += f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        return Support(False, reason)
     count = torch.cuda.device_count()
-    if count == 0:
-        return Support(False, "no CUDA device is visible")
     return Support(True, f"{count} CUDA device{'s' if count > 1 else ''}")
 
 
@@ -87,17 +109,17 @@ def multiprocessors(index: int) -> int:
 @functools.cache
 def driver_version() -> str | None:
     """The NVIDIA driver's version, such as '580.159', or None without one."""
+    kernel_module = Path("/proc/driver/nvidia/version")
+    if kernel_module.is_file():
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", kernel_module.read_text(errors="replace"))
+        if found:
+            return found[1]
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(
-            [program, "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = answer.stdout.strip().splitlines()
@@ -105,82 +127,130 @@ def driver_version() -> str | None:
 
 
 @functools.cache
+def driver_cuda_version() -> str | None:
+    """The newest CUDA that the driver serves, such as '13.0', or None without a driver. Touches no device."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        version = ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+@functools.cache
+def host_memory() -> int | None:
+    """Bytes of memory that this process may have: the machine's, or less where a container limits it."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+# What Triton's first launch needs: it builds a small C stub against Python's headers, and keeps it on disk
+
+
+@functools.cache
 def c_compiler() -> Support:
-    """The C compiler that Triton builds its launcher stub with: $CC, else gcc, clang or cc."""
+    """The C compiler that Triton builds its launcher stub with: $CC, else gcc or clang."""
     named = os.environ.get("CC")
-    if named:
-        found = shutil.which(named.split()[0])
+    if named is not None:
+        # Triton runs the whole value as one program, so that CC="ccache gcc" fails there too.
+        found = shutil.which(named)
         if found is None:
-            return Support(False, f"CC names {named}, which is not there; unset CC or point it at a C compiler")
+            return Support(False, f"CC is {named!r}, which is no program; unset CC or set it to a C compiler")
         return Support(True, found)
-    for name in ("gcc", "clang", "cc"):
+    for name in ("gcc", "clang"):
         found = shutil.which(name)
         if found:
             return Support(True, found)
-    return Support(False, "no C compiler on PATH; install one (Debian, Ubuntu: apt install gcc)")
+    other = shutil.which("cc")
+    if other:
+        return Support(False, f"Triton looks for gcc and clang and there is only {other}; set CC={other}")
+    return Support(
+        False, "there is no C compiler on PATH; install one (Debian, Ubuntu: apt install gcc; Fedora: dnf install gcc)"
+    )
 
 
 @functools.cache
 def python_headers() -> Support:
     """Python.h, which Triton's launcher stub includes."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
+    # Debian's own scheme points into /usr/local, where its headers are not; Triton corrects it in the same way.
+    scheme = sysconfig.get_default_scheme()
+    folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    header = Path(folder) / "Python.h"
     if header.is_file():
         return Support(True, str(header))
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = dotted(sys.version_info[:2])
     return Support(
-        False, f"{header} is missing; install Python's headers (Debian, Ubuntu: apt install python{version}-dev)"
+        False,
+        f"{header} is missing; install Python's headers "
+        f"(Debian, Ubuntu: apt install python{version}-dev; Fedora: dnf install python3-devel)",
     )
 
 
 @functools.cache
+def cache_folder() -> Support:
+    """The folder in which Triton keeps compiled kernels; a small file must fit into it."""
+    home = os.environ.get("TRITON_HOME") or str(Path("~").expanduser())
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(2**16))
+    except OSError as error:
+        return Support(
+            False,
+            f"Triton's cache folder {folder} cannot be written ({error.strerror}); "
+            "set TRITON_CACHE_DIR to a folder that can",
+        )
+    return Support(True, str(folder))
+
+
+# Kernels
+
+
 def triton_support(device_type: str, index: int | None) -> Support:
     """Whether our Triton kernels run for tensors on this device, proved by launching one.
 
     The launch compiles a kernel of four instructions once a process and device; Triton keeps it on disk.
     """
+    if device_type == "cuda" and index is None and cuda_support().ok:
+        index = torch.cuda.current_device()
+    return _triton_support(device_type, index)
+
+
+@functools.cache
+def _triton_support(device_type: str, index: int | None) -> Support:
     if TRITON_IMPORT_ERROR is not None:
-        return Support(False, f"Triton cannot be imported ({TRITON_IMPORT_ERROR})")
+        return Support(False, _import_failure(TRITON_IMPORT_ERROR))
     if interpreted():
         return Support(True, "Triton's interpreter (TRITON_INTERPRET=1)")
     if device_type != "cuda":
         return Support(False, f"Triton kernels run on CUDA devices, these tensors are on {device_type}")
-    if not cuda_support().ok:
+    if index is None or not cuda_support().ok:
         return Support(False, cuda_support().reason)
-    device = devices()[torch.cuda.current_device() if index is None else index]
+    device = devices()[index]
     if device.capability < MINIMUM_CAPABILITY:
-        have, need = (".".join(map(str, c)) for c in (device.capability, MINIMUM_CAPABILITY))
+        have, need = dotted(device.capability), dotted(MINIMUM_CAPABILITY)
         return Support(False, f"{device.name} has compute capability {have}, our kernels need {need} (Ampere)")
-    failure = _launch_failure(device.index)
+    failure = _launch_failure(index)
     if failure is None:
         return Support(True, f"Triton {triton.__version__} on {device.name}")
-    # The stub is built at the first launch on a machine; these are the parts that it needs.
-    missing = [part.reason for part in (c_compiler(), python_headers(), cache_folder()) if not part.ok]
-    return Support(False, "Triton's first launch failed: " + ("; ".join(missing) if missing else failure))
+    missing = "; ".join(part.reason for part in (c_compiler(), python_headers(), cache_folder()) if not part.ok)
+    return Support(False, f"Triton's first launch failed: {f'{missing} ({failure})' if missing else failure}")
 
 
-@functools.cache
-def cache_folder() -> Support:
-    """The folder in which Triton keeps compiled kernels; it must be writable."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton")
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if os.access(existing, os.W_OK):
-        return Support(True, str(folder))
-    return Support(False, f"Triton's cache folder {folder} is not writable; set TRITON_CACHE_DIR to one that is")
-
-
-def reset() -> None:
-    """Forget every answer, so that the next question looks again."""
-    for known in (
-        cuda_support,
-        devices,
-        multiprocessors,
-        driver_version,
-        c_compiler,
-        python_headers,
-        triton_support,
-        cache_folder,
-    ):
-        known.cache_clear()
+def _import_failure(error: str) -> str:
+    if "No module named 'triton'" not in error:
+        return f"Triton cannot be imported ({error})"
+    if sys.platform != "linux":
+        return f"Triton exists for Linux only, this is {sys.platform}"
+    return "Triton is not installed; run pip install triton"
 
 
 @triton.jit
@@ -190,12 +260,85 @@ def _probe_kernel(out_ptr):
 
 def _launch_failure(index: int) -> str | None:
     """Launch the probe on a device; None when it worked, else the first line of what went wrong."""
+    if torch.cuda.is_current_stream_capturing():
+        # The probe reads its result, which would spoil the capture.
+        raise UserError(
+            f"a CUDA graph is being captured before any op of fusestep has run on cuda:{index}; "
+            "run one step before the capture."
+        )
     try:
         with torch.cuda.device(index):
-            value = torch.ones(1, device=f"cuda:{index}")
+            value = torch.ones(1, device=f"cuda:{index}", dtype=torch.float32)
             _probe_kernel[(1,)](value)
             right = value.item() == 2.0
     except Exception as error:  # whatever Triton, its compiler or the driver raise is the answer here
-        text = str(error).strip() or type(error).__name__
-        return f"{type(error).__name__}: {text.splitlines()[0]}"
+        return f"{type(error).__name__}: {_first_line(error)}"
     return None if right else "the probe kernel ran and wrote a wrong value"
+
+
+# Number formats
+
+
+def bf16_support(index: int) -> Support:
+    """Whether a CUDA device computes in bf16 itself."""
+    return _at_least(devices()[index], MINIMUM_CAPABILITY, "bf16 arithmetic")
+
+
+@functools.cache
+def fp8_support(index: int) -> Support:
+    """Whether a CUDA device multiplies FP8 matrices: by capability and torch's CUDA, then by doing it."""
+    told = fp8_by_capability(devices()[index], torch.version.cuda)
+    if not told.ok:
+        return told
+    try:
+        # Ones on both sides: every element of the product is the inner dimension.
+        ones = torch.ones(16, 32, device=f"cuda:{index}").to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=f"cuda:{index}")
+        product = torch._scaled_mm(ones, ones.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+        right = bool((product == 32).all())
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return Support(False, f"{told.reason}, but a product failed ({type(error).__name__}: {_first_line(error)})")
+    return told if right else Support(False, f"{told.reason}, but a product came out wrong")
+
+
+def fp8_by_capability(device: Device, cuda: str | None) -> Support:
+    """What the table says of FP8 on a device, for a torch that was built for this CUDA (None: for ROCm)."""
+    if cuda is None:
+        return Support(False, "FP8 is served on NVIDIA devices only, this torch is built for ROCm")
+    told = _at_least(device, FP8_CAPABILITY, "FP8 tensor cores")
+    if device.capability >= BLACKWELL_CAPABILITY and tuple(map(int, cuda.split("."))) < BLACKWELL_CUDA:
+        return Support(
+            False,
+            f"compute capability {dotted(device.capability)} needs a torch built for CUDA {dotted(BLACKWELL_CUDA)} "
+            f"or newer, this one is built for {cuda}",
+        )
+    return told
+
+
+def _at_least(device: Device, needed: tuple[int, int], what: str) -> Support:
+    have = f"compute capability {dotted(device.capability)}"
+    if device.capability < needed:
+        return Support(False, f"{have}; {what} came with {dotted(needed)}")
+    return Support(True, f"{what} ({have})")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def reset() -> None:
+    """Forget every answer, so that the next question looks again."""
+    for known in (
+        cuda_support,
+        devices,
+        multiprocessors,
+        driver_version,
+        driver_cuda_version,
+        host_memory,
+        c_compiler,
+        python_headers,
+        cache_folder,
+        _triton_support,
+        fp8_support,
+    ):
+        known.cache_clear()

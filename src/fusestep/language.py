@@ -31,10 +31,13 @@ except Exception as error:  # a broken Triton raises far more than ImportError; 
     triton = _Missing()
     tl = _Missing()
 
+# Read once: Triton decides it for each kernel as the kernel is defined, so a later change would split the two.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
 
 def interpreted() -> bool:
-    """Whether kernels run through Triton's interpreter, decided when they were defined."""
-    return TRITON_IMPORT_ERROR is None and os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+    """Whether kernels run through Triton's interpreter, as the environment said when they were defined."""
+    return TRITON_IMPORT_ERROR is None and _INTERPRETED
 
 
 __all__ = ["TRITON_IMPORT_ERROR", "interpreted", "tl", "triton"]

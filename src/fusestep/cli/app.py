@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from fusestep.cli.errors import exit_status
 
 COMMANDS = {
-    "doctor": "Show what this machine can do, and prove every kernel that it runs.",
+    "doctor": "Show what this machine can do, and prove it.",
     "train": "Train a GPT on text, token files or arithmetic sequences.",
     "generate": "Continue prompts with a trained model.",
     "ladder": "Measure what each speed-up buys, rung by rung.",

@@ -7,6 +7,9 @@ Gradients are torch.autograd.Functions outside the raw ops: that costs the host 
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +36,11 @@ class Proof:
 class Compilation:
     """One launch configuration of a kernel: all that `triton.compile` needs to build it for any GPU.
 
-    `signature` gives the type of every run-time argument ('*fp32', 'i64', …) and 'constexpr' for the others;
-    `divisible_by_16` names the arguments whose 16-byte alignment (or divisibility) the launch guarantees.
+    `signature` gives the type of every run-time argument ('*fp32', 'i64', …) and 'constexpr' for the others, whose
+    values are in `constexprs`; `divisible_by_16` names the run-time arguments whose 16-byte alignment (or
+    divisibility) the launch guarantees.
+
+    Raises: ValueError where these do not fit the kernel's parameters.
     """
 
     kernel: Any
@@ -45,10 +51,30 @@ class Compilation:
     num_stages: int = 3
     divisible_by_16: frozenset[str] = field(default_factory=frozenset)
 
+    def __post_init__(self) -> None:
+        # Triton keeps the Python function in `fn`; without Triton the kernel is that function.
+        parameters = set(inspect.signature(getattr(self.kernel, "fn", self.kernel)).parameters)
+        constant = {name for name, kind in self.signature.items() if kind == "constexpr"}
+        for what, named, wanted in (
+            ("signature", set(self.signature), parameters),
+            ("constexprs", set(self.constexprs), constant),
+            ("divisible_by_16", set(self.divisible_by_16), self.divisible_by_16 & (parameters - constant)),
+        ):
+            if named != wanted:
+                odd = ", ".join(sorted(named ^ wanted))
+                raise ValueError(f"{self.label}: {what} and the kernel's parameters do not agree about {odd}")
+
 
 @dataclass(frozen=True)
 class Op:
-    """What the doctor and the checks know of an op."""
+    """What the doctor and the checks know of an op.
+
+    Attributes:
+        name: as in `fusestep doctor --require NAME`.
+        summary: what it computes, in a few words.
+        prove: runs the op on a device, forward and backward, and compares it with its reference.
+        compilations: every launch configuration of every kernel of the op.
+    """
 
     name: str
     summary: str
@@ -60,26 +86,45 @@ CATALOGUE: dict[str, Op] = {}
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register a raw op for CPU and CUDA and return its overload, bound so that a call skips the name look-up.
+    """Register a raw op for every device and return its overload, bound so that a call skips the name look-up.
 
-    `implementation` asks `dispatch.uses_triton` itself, so that one function holds the whole choice.
+    `implementation` asks `dispatch.uses_triton` itself, so that one function holds the whole choice, and the
+    reference serves the devices that no kernel of ours knows. `fake` gives the outputs' shapes for tracing and for
+    meta tensors.
     Source of the pattern: a Library definition costs the host half of a custom_op wrapper (pytorch#177109).
     """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CPU")
-    _LIBRARY.impl(name, implementation, "CUDA")
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusestep::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.fusestep, name).default
 
 
 def catalogue(op: Op) -> None:
-    """Enter an op, so that the doctor proves it and the checks compile it."""
+    """Enter an op, so that the doctor proves it and the checks compile it.
+
+    Raises: ValueError if the name is taken.
+    """
+    if op.name in CATALOGUE:
+        raise ValueError(f"two ops are named {op.name}")
     CATALOGUE[op.name] = op
 
 
+def load_catalogue() -> Mapping[str, Op]:
+    """Import every op of the package, and return the catalogue, which is then whole, by name."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__, prefix=f"{__package__}."):
+        importlib.import_module(module.name)
+    return dict(sorted(CATALOGUE.items()))
+
+
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖ in float64; NaN where either holds one, the plain norm where reference is 0."""
+    """‖value − reference‖ / ‖reference‖ in float64; NaN where either holds one, the plain norm where reference is 0.
+
+    Raises: ValueError if the shapes differ; they are not broadcast.
+    """
+    if value.shape != reference.shape:
+        raise ValueError(f"value is {tuple(value.shape)}, reference {tuple(reference.shape)}")
     value, reference = value.double(), reference.double()
     scale = reference.norm()
     return float((value - reference).norm() / (scale if scale > 0 else 1.0))
