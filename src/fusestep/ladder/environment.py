@@ -1,0 +1,85 @@
+"""What a measurement ran on: hardware, driver, versions, the commit, the command."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import fusestep
+from fusestep import hardware
+from fusestep.language import TRITON_IMPORT_ERROR, triton
+
+#: Settings that change what runs or how fast.
+_VARIABLES = (
+    "FUSESTEP_IMPL",
+    "FUSESTEP_STRICT",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TRITON_INTERPRET",
+)
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """The environment of a run on `device`, as plain values for a report."""
+    gpu = hardware.devices()[device.index or 0] if device.type == "cuda" else None
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": str(device),
+        "gpu": None if gpu is None else gpu.name,
+        "capability": None if gpu is None else list(gpu.capability),
+        "gpu_memory": None if gpu is None else gpu.memory,
+        "driver": hardware.driver_version(),
+        "cuda": torch.version.cuda,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": None if TRITON_IMPORT_ERROR else triton.__version__,
+        "fusestep": fusestep.__version__,
+        "commit": _commit(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that this package is checked out at, with "+changes" when its files differ; None when installed.
+
+    The package may lie inside somebody else's checkout, so git must know this very file.
+    """
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        try:
+            answer = subprocess.run(
+                ["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=20, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", here.name) is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", str(Path(fusestep.__file__).parent))
+    return commit and commit + ("+changes" if changes else "")

@@ -1,0 +1,90 @@
+"""The ladder's side of its worker processes: send a request, get a reply, leave nothing running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusestep.ladder.worker import FORKS, Request, failure
+
+COMMAND = (sys.executable, "-m", "fusestep.ladder.worker")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request came to: `done`, or the sentence `failed` and what its process last wrote to stderr."""
+
+    done: dict[str, Any] | None = None
+    failed: str | None = None
+    log: str = ""
+
+
+class Workers:
+    """Runs requests one after another, each in a process of its own; a context manager that ends them all.
+
+    A worker that ends without a reply makes a failed request, and the next request gets another worker.
+    """
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by __exit__
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stop()
+        self._errors.close()
+
+    def run(self, request: Request) -> Reply:
+        """Send a request and wait for its reply."""
+        process = self._process or self._start()
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the worker was started without pipes.")
+        # A worker that is gone shows at the read.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(request.to_json() + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        reply = Reply(**json.loads(line)) if line else self._failed(process)
+        if not (line and FORKS):
+            self._stop()
+        return reply
+
+    def _failed(self, process: subprocess.Popen[str]) -> Reply:
+        code = process.wait()
+        self._errors.seek(0)
+        return Reply(**failure(code, self._errors.read()))
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._errors.seek(0)
+        self._errors.truncate()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            # A session of its own: Ctrl-C reaches the ladder alone, and it ends the worker.
+            start_new_session=True,
+        )
+        return self._process
+
+    def _stop(self) -> None:
+        """End the worker; a fork that it is waiting for ends with it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        process.wait()

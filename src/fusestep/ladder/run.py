@@ -1,0 +1,271 @@
+"""Run a ladder: plan it, gate every rung, time the rungs in interleaved rounds, compare them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from fusestep import hardware
+from fusestep.data import open_source
+from fusestep.errors import UserError
+from fusestep.ladder import environment, gate
+from fusestep.ladder.processes import Workers
+from fusestep.ladder.results import Ladder, Round, RungResult, compare
+from fusestep.ladder.rungs import RUNGS, Recipe, Rung, recipe_of, select
+from fusestep.ladder.statistics import METHOD
+from fusestep.ladder.timing import steps_in_windows
+from fusestep.ladder.worker import Request
+from fusestep.models import GPT, PRESETS, GPTConfig
+
+#: Sequences in a batch where none are asked for; those of the speed targets.
+BATCH = {"tiny": 16, "mini": 32, "scaleup": 32, "gpt2": 16}
+
+#: Called with the share of the work that is done and what is being done now.
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """What to measure; None lets the device decide.
+
+    Attributes:
+        preset: a name of `fusestep.models.PRESETS`; mini on a GPU, tiny on a CPU.
+        rungs: which, as `fusestep.ladder.rungs.select` reads it.
+        data: what the timed steps train on, as `fusestep.data.open_source` reads it; the gate has its own text.
+        rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
+        steps: timed steps a process, rounded up to whole windows.
+        gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 60 on a CPU.
+        batch: sequences a step.
+        device: "auto", "cpu", "cuda" or "cuda:1" and so on.
+        seed: of weights, data and the order of the rungs.
+    """
+
+    preset: str | None = None
+    rungs: str = "1-4"
+    data: str = "synthetic"
+    rounds: int | None = None
+    steps: int = 36
+    gate_steps: int | None = None
+    batch: int | None = None
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A `LadderConfig` with every choice made, and remarks about those that were made for the reader."""
+
+    preset: str
+    rungs: tuple[str, ...]
+    data: str
+    rounds: int
+    steps: int
+    gate_steps: int
+    batch: int
+    device: str
+    seed: int
+    model: GPTConfig
+    gate_model: GPTConfig
+    parameters: int
+    notes: tuple[str, ...]
+
+    def request(self, recipe: Recipe) -> Request:
+        """The request that times a recipe."""
+        return Request("time", recipe, self.model.to_dict(), self.data, self.batch, self.steps, self.device, self.seed)
+
+    def gate_request(self, recipe: Recipe, *, reverse: bool = False) -> Request:
+        """The request for a recipe's loss curve on the gate's text."""
+        return replace(
+            self.request(recipe),
+            task="gate",
+            model=self.gate_model.to_dict(),
+            data=gate.DATA,
+            steps=self.gate_steps,
+            reverse=reverse,
+        )
+
+
+def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
+    """Check a config and make every choice that it leaves open, before anything runs.
+
+    Raises: UserError for whatever of it cannot be.
+    """
+    for name in ("rounds", "steps", "gate_steps", "batch"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
+    if not 0 <= config.seed < 2**63:
+        raise UserError(f"--seed is {config.seed}; give an integer from 0 to 2^63 - 1.")
+    names = select(config.rungs, rungs)
+    device = _device(config.device)
+    on_gpu = device.type == "cuda"
+    preset = config.preset or ("mini" if on_gpu else "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"--preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
+    base = PRESETS[preset]
+    model = _for_symbols(base, open_source(config.data, seed=config.seed).vocab_size)
+    notes = []
+    if not on_gpu:
+        why = f"; {hardware.cuda_support().reason}" if config.device == "auto" else ""
+        notes.append(
+            f"On a CPU{why}: "
+            + (f"the smallest preset, {preset}, is measured; " if config.preset is None else "")
+            + "memory is the largest resident set of the process, libraries included."
+        )
+    return Plan(
+        preset=preset,
+        rungs=names,
+        data=config.data,
+        rounds=config.rounds or (5 if on_gpu else 3),
+        steps=steps_in_windows(config.steps),
+        gate_steps=config.gate_steps or (200 if on_gpu else 60),
+        batch=config.batch or BATCH[preset],
+        device=str(device),
+        seed=config.seed,
+        model=model,
+        gate_model=_for_symbols(base, 256),
+        parameters=GPT(model, device="meta").parameter_count(),
+        notes=tuple(notes),
+    )
+
+
+def ladder(
+    config: LadderConfig | None = None,
+    *,
+    rungs: Sequence[Rung] = RUNGS,
+    progress: Progress = lambda _share, _text: None,
+) -> Ladder:
+    """Measure what each rung buys.
+
+    First every rung trains on the same text from the same seed, and its losses are compared with the first rung's;
+    then every rung is timed in several rounds, in an order drawn anew for each. A rung that cannot run says why, and
+    the others go on.
+
+    Args:
+        config: what to measure; by default what this machine suits.
+        rungs: the registry that the config's rungs are taken from.
+        progress: told the share of the work that is done, and what comes next.
+
+    Raises: UserError for a config that cannot be, before anything runs.
+    """
+    return run(plan(config or LadderConfig(), rungs), rungs, progress)
+
+
+def run(plan: Plan, rungs: Sequence[Rung], progress: Progress) -> Ladder:
+    """Measure what was planned."""
+    by_name = {rung.name: rung for rung in rungs}
+    tokens = plan.batch * plan.model.context
+    results = {name: RungResult(by_name[name], recipe_of(name, rungs), tokens) for name in plan.rungs}
+    orders = orders_of_rounds(plan.rungs, plan.rounds, plan.seed)
+    total = len(results) + 1 + plan.rounds * len(results)
+    with Workers() as workers:
+        done = 0
+
+        def ask(request: Request, name: str, text: str) -> dict[str, Any] | None:
+            """Run a request for a rung; a failure is noted, and nothing more is asked of that rung."""
+            nonlocal done
+            progress(done / total, text)
+            done += 1
+            if results[name].failure is not None:
+                return None
+            reply = workers.run(request)
+            if reply.failed is not None:
+                results[name] = replace(results[name], failure=reply.failed, log=reply.log, rounds=())
+            return reply.done
+
+        _pass_gate(plan, results, ask)
+        for number, order in enumerate(orders, start=1):
+            for name in order:
+                measured = ask(
+                    plan.request(results[name].recipe), name, f"round {number} of {plan.rounds}: timing {name}"
+                )
+                if measured is not None:
+                    rounds = (*results[name].rounds, Round.from_reply(measured))
+                    results[name] = replace(results[name], rounds=rounds)
+        progress(1.0, "done")
+    return Ladder(
+        plan={**asdict(plan), "order": orders, "tokens_per_step": tokens, "gate_data": gate.DATA, "method": METHOD},
+        environment=environment.describe(torch.device(plan.device)),
+        rungs=_compared(results, rungs),
+        notes=plan.notes,
+    )
+
+
+def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
+    """The order of the rungs in each round, shuffled anew, so that none always comes first or after the same one."""
+    generator = random.Random(seed)
+    return [generator.sample(list(names), len(names)) for _ in range(rounds)]
+
+
+def _pass_gate(
+    plan: Plan, results: dict[str, RungResult], ask: Callable[[Request, str, str], dict[str, Any] | None]
+) -> None:
+    """Fill in the losses and the verdict of every rung."""
+    first = plan.rungs[0]
+    reordered = ask(
+        plan.gate_request(results[first].recipe, reverse=True), first, f"gate: {first} with its sums reordered"
+    )
+    for name, result in list(results.items()):
+        curve = ask(plan.gate_request(result.recipe), name, f"gate: {name} trains on text")
+        baseline = results[first].losses
+        if name == first and curve is not None:
+            baseline = tuple(curve["losses"])
+        if curve is not None:
+            verdict = (
+                gate.judge(curve["losses"], baseline, reordered["losses"], result.recipe.precision)
+                if baseline and reordered is not None
+                else None
+            )
+            results[name] = replace(results[name], losses=tuple(curve["losses"]), verdict=verdict)
+
+
+def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[RungResult, ...]:
+    """The results with their comparisons over the first rung and over the one before."""
+    ordered = list(results.values())
+    places = {rung.name: place for place, rung in enumerate(rungs)}
+
+    def comparison(this: RungResult, other: RungResult) -> Any:
+        between = rungs[places[other.rung.name] + 1 : places[this.rung.name] + 1]
+        return compare(this, other, [rung.fused for rung in between if rung.fused is not None])
+
+    return tuple(
+        result
+        if place == 0
+        else replace(
+            result,
+            over_first=comparison(result, ordered[0]),
+            over_previous=comparison(result, ordered[place - 1]),
+        )
+        for place, result in enumerate(ordered)
+    )
+
+
+def _for_symbols(base: GPTConfig, symbols: int) -> GPTConfig:
+    """The preset, with a wider vocabulary where the data needs one: it is the preset's shapes that are measured."""
+    return base if symbols <= base.symbols else base.with_vocabulary(symbols)
+
+
+def _device(name: str) -> torch.device:
+    support = hardware.cuda_support()
+    if name == "auto":
+        return torch.device("cuda", 0) if support.ok else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device is {name!r}; choose auto, cpu or cuda.")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not support.ok:
+        raise UserError(f"--device {name} is not there: {support.reason}; choose --device cpu.")
+    index = device.index or 0
+    if index >= len(hardware.devices()):
+        raise UserError(
+            f"--device {name} is not there: {support.reason}; choose cuda:0 to cuda:{len(hardware.devices()) - 1}."
+        )
+    return torch.device("cuda", index)

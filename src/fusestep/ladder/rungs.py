@@ -1,0 +1,134 @@
+"""The rungs: named changes to a plain training step, each on top of the ones before it.
+
+A rung is a small function from a `Recipe` to a `Recipe` and a line that describes it. Another rung is another entry
+of `RUNGS`, another contender (a peer, the best of native PyTorch) another `Recipe`: what times and judges them reads
+the recipe alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fusestep.errors import UserError
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that makes one training step: plain data, so that it travels to a process of its own.
+
+    Attributes:
+        form, norm: as in `fusestep.models.GPTConfig`.
+        optimizer: "torch" (torch.optim.AdamW as torch sets it up by default) or "fused" (fusestep.optim.FusedAdam).
+        precision: "fp32" (TF32 off), or "bf16" through torch.amp.autocast.
+        lr: learning rate; weight decay is torch's default, 0.01.
+    """
+
+    form: Literal["seed", "plain", "fused"] = "seed"
+    norm: Literal["torch", "fused"] = "torch"
+    optimizer: Literal["torch", "fused"] = "torch"
+    precision: Precision = "fp32"
+    lr: float = 3e-4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One named change.
+
+    Attributes:
+        name: what --rungs calls it.
+        summary: what it is, in a few words.
+        change: from the recipe of the rung before to this one's.
+        fused: the part that must run as our kernel for the rung to mean anything; None where it is torch's own.
+        slower_when: the likely cause when it does not pay, though everything runs as it should.
+    """
+
+    name: str
+    summary: str
+    change: Callable[[Recipe], Recipe]
+    fused: str | None
+    slower_when: str
+
+
+def _adam(recipe: Recipe) -> Recipe:
+    return recipe
+
+
+def _fused_adam(recipe: Recipe) -> Recipe:
+    return replace(recipe, optimizer="fused")
+
+
+def _fused_norm(recipe: Recipe) -> Recipe:
+    return replace(recipe, norm="fused")
+
+
+def _amp(recipe: Recipe) -> Recipe:
+    return replace(recipe, precision="bf16")
+
+
+RUNGS: tuple[Rung, ...] = (
+    Rung("adam", "torch.optim.AdamW, FP32, nn.MultiheadAttention and nn.LayerNorm", _adam, None, ""),
+    Rung(
+        "fused-adam",
+        "+ fusestep.optim.FusedAdam",
+        _fused_adam,
+        "FusedAdam",
+        "the optimizer is a small part of this step: few parameters for this many tokens",
+    ),
+    Rung(
+        "fused-norm",
+        "+ fusestep.nn.FusedLayerNorm",
+        _fused_norm,
+        "FusedLayerNorm",
+        "norms are a small part of this step, or their rows are too few and narrow to fill the device",
+    ),
+    Rung(
+        "amp",
+        "+ torch.amp.autocast, BF16",
+        _amp,
+        None,
+        "casting every weight and activation costs more than BF16 products save at this width and on this device",
+    ),
+)
+
+
+def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
+    """The names that a person means by `text`: names, numbers and ranges, as in 'adam,amp', '1,4' or '1-4'.
+
+    The first rung is always among them, since every gain is over it.
+
+    Raises: UserError for a name or a number that is no rung.
+    """
+    names = [rung.name for rung in rungs]
+    wanted: set[str] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if part in names:
+            wanted.add(part)
+        elif first.isdecimal() and (last.isdecimal() if dash else True):
+            low, high = int(first), int(last) if dash else int(first)
+            if not 1 <= low <= high <= len(names):
+                raise UserError(f"--rungs {part} is not within 1-{len(names)}; the rungs are {_listed(names)}.")
+            wanted.update(names[low - 1 : high])
+        else:
+            raise UserError(f"--rungs names {part!r}, which is no rung; the rungs are {_listed(names)}.")
+    if not wanted:
+        raise UserError(f"--rungs names no rung; the rungs are {_listed(names)}.")
+    return tuple(name for name in names if name in wanted or name == names[0])
+
+
+def recipe_of(name: str, rungs: Sequence[Rung] = RUNGS) -> Recipe:
+    """The recipe of a rung: its own change after those of every rung before it."""
+    recipe = Recipe()
+    for rung in rungs:
+        recipe = rung.change(recipe)
+        if rung.name == name:
+            return recipe
+    raise ValueError(f"recipe_of: {name!r} is none of {_listed([rung.name for rung in rungs])}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"{number} {name}" for number, name in enumerate(names, start=1))

@@ -1,0 +1,87 @@
+"""One training step made from a recipe: model, optimizer, precision, and the batches that it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusestep import dispatch
+from fusestep.data import open_source
+from fusestep.ladder.rungs import Recipe
+from fusestep.models import GPT, GPTConfig
+from fusestep.optim import FusedAdam
+
+
+@dataclass(frozen=True)
+class Part:
+    """One fused part of a step, and what serves it here: `implementation` is "triton" for our kernel."""
+
+    name: str
+    implementation: str
+    reason: str
+
+
+class Step:
+    """A training step of a GPT: forward, cross entropy, backward, optimizer.
+
+    Args:
+        recipe: how the step is made.
+        config: the model's shape; its form and norm are the recipe's.
+        device: where it trains.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, recipe: Recipe, config: GPTConfig, device: torch.device, seed: int) -> None:
+        # Full FP32 products for every rung: TF32 would make the first rung something that nobody asked for.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.manual_seed(seed)
+        self._device_type = device.type
+        self._autocast = {"fp32": None, "bf16": torch.bfloat16}[recipe.precision]
+        self.model = GPT(replace(config, form=recipe.form, norm=recipe.norm)).to(device)
+        self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
+            self.model.parameters(), lr=recipe.lr, weight_decay=0.01
+        )
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Train on (B, T) tokens and their targets; the mean loss as a 0-d tensor on the device, with no sync."""
+        with torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None):
+            logits = self.model(tokens)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    def parts(self) -> list[Part]:
+        """Every kind of fused part in the step, and the implementation that serves it."""
+        found: dict[str, dispatch.Choice] = {}
+        for owner in (self.optimizer, *self.model.modules()):
+            if type(owner).__module__.startswith("fusestep.") and hasattr(owner, "implementation"):
+                found.setdefault(type(owner).__name__, owner.implementation())
+        return [Part(name, choice.implementation, choice.reason) for name, choice in found.items()]
+
+    def optimizer_in_words(self) -> str:
+        """The optimizer and, where torch chooses one by itself, its implementation."""
+        if type(self.optimizer) is not torch.optim.AdamW:
+            return f"fusestep.optim.{type(self.optimizer).__name__}"
+        how = "foreach" if self._device_type == "cuda" else "one parameter at a time"
+        return f"torch.optim.AdamW ({how}, torch's default on {self._device_type})"
+
+
+def batches(
+    data: str, *, seed: int, batch: int, context: int, device: torch.device, reverse: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of (B, T) tokens and targets on the device; `reverse` turns the samples of each around."""
+    source: Any = open_source(data, seed=seed)
+    first = 0
+    while True:
+        tokens, targets = source.batch(first, batch, context)
+        first += batch
+        if reverse:
+            tokens, targets = tokens.flip(0), targets.flip(0)
+        yield tokens.to(device), targets.to(device)
