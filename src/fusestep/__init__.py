@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Not on demand: each has the name of its module, which would take its place in this namespace.
+from fusestep.doctor import doctor
+from fusestep.explain import explain
+
 if TYPE_CHECKING:
     from fusestep import data, models, nn, optim
 
     __version__: str
 
-__all__ = ["__version__", "data", "models", "nn", "optim"]
+__all__ = ["__version__", "data", "doctor", "explain", "models", "nn", "optim"]
 
 
 def __getattr__(name: str) -> Any:

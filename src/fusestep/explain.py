@@ -1,0 +1,118 @@
+"""What each module of a model runs as, and why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusestep.errors import UserError
+from fusestep.tables import table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fusestep.dispatch import Choice
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ModuleChoice:
+    """One module: its path in the model, its class, and the implementation that a call gets, with the reason."""
+
+    path: str
+    kind: str
+    is_ours: bool
+    implementation: str
+    reason: str
+    is_fallback: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; prints as a table in which repeated modules share a line."""
+
+    modules: tuple[ModuleChoice, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values with a `schema` number, one entry for each module."""
+        return {"schema": SCHEMA, "modules": [asdict(module) for module in self.modules]}
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return "no module in this model computes anything"
+        rows = [("module", "class", "runs as", "why")]
+        rows += [
+            (path or "(the model)", m.kind, m.implementation + " (fallback)" * m.is_fallback, m.reason)
+            for path, m in _grouped(self.modules)
+        ]
+        kernels = sum(m.implementation == "triton" for m in self.modules)
+        fallbacks = sum(m.is_fallback for m in self.modules)
+        foreign = sum(not m.is_ours for m in self.modules)
+        return (
+            f"{table(rows)}\n\n"
+            f"Triton kernels: {kernels} of {len(self.modules)} modules; "
+            f"fallbacks: {fallbacks}; PyTorch's own: {foreign}."
+        )
+
+
+def explain(model: nn.Module) -> Explanation:
+    """List the implementation of each module of a model, and why; runs nothing.
+
+    A module of ours answers for itself through its method `implementation()`, from the device of its parameters. Of
+    the others, those that have no children, or parameters of their own, are listed as PyTorch's. A module that occurs
+    twice is listed once.
+
+    Raises: UserError if `model` is no module.
+    """
+    if not hasattr(model, "named_modules"):
+        raise UserError(f"explain: {type(model).__name__} is no torch.nn.Module; pass the model itself.")
+    found = []
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if _is_ours(module):
+            choice: Choice = module.implementation()
+            found.append(
+                ModuleChoice(path, kind, True, choice.implementation, choice.reason, is_fallback=choice.is_fallback)
+            )
+        elif next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
+            found.append(ModuleChoice(path, kind, False, "torch", "PyTorch's own", is_fallback=False))
+    return Explanation(tuple(found))
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether the module is of a class of ours, or derived from one, that answers for itself."""
+    origins = (kind.__module__ for kind in type(module).__mro__)
+    return hasattr(module, "implementation") and any(origin.startswith("fusestep.") for origin in origins)
+
+
+def _grouped(modules: Iterable[ModuleChoice]) -> list[tuple[str, ModuleChoice]]:
+    """(path, first of its group), where blocks.0.norm … blocks.3.norm of one class and reason are blocks.0–3.norm."""
+    groups: list[tuple[tuple[str, ...], ModuleChoice]] = [(tuple(m.path.split(".")), m) for m in modules]
+    depth = max(len(path) for path, _ in groups)
+    for place in range(depth):
+        numbers: dict[Any, list[int]] = {}
+        first: dict[Any, tuple[tuple[str, ...], ModuleChoice]] = {}
+        for path, module in groups:
+            is_number = place < len(path) and path[place].isdecimal()
+            rest = (*path[:place], "", *path[place + 1 :]) if is_number else path
+            key = (rest, is_number, module.kind, module.implementation, module.reason)
+            first.setdefault(key, (path, module))
+            if is_number:
+                numbers.setdefault(key, []).append(int(path[place]))
+        groups = [
+            ((*path[:place], _ranges(numbers[key]), *path[place + 1 :]), module) if key in numbers else (path, module)
+            for key, (path, module) in first.items()
+        ]
+    return [(".".join(path), module) for path, module in groups]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as '0–2,5'."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
+    return ",".join(parts)
