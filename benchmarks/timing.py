@@ -12,13 +12,9 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import gc
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,9 +22,7 @@ from typing import Any
 
 import torch
 
-import fusestep
-from fusestep import hardware
-from fusestep.language import triton
+from fusestep.ladder import environment
 
 CALLS = 12
 ROUNDS = 15
@@ -128,36 +122,12 @@ def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, ro
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def environment(command: Sequence[str]) -> dict[str, str]:
-    """Where and with what the figures were taken."""
-    device = hardware.devices()[0]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": device.name,
-        "multiprocessors": str(device.multiprocessors),
-        "driver": hardware.driver_version() or "unknown",
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", "none"),
-        "python": platform.python_version(),
-        "fusestep": fusestep.__version__,
-        "commit": commit or "unknown",
-        "command": " ".join(command),
-    }
-
-
 def write_results(path: Path, part: str, copy: float, rows: list[dict[str, Any]]) -> None:
     """Write one results file whole."""
     document = {
         "schema": 1,
         "part": part,
-        "environment": environment(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "environment": environment.describe(torch.device("cuda", 0)),
         "copy_bytes_per_second": copy,
         "rows": rows,
     }
