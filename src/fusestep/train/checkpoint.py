@@ -1,0 +1,393 @@
+"""The one place that reads and writes checkpoints.
+
+A run's folder has `checkpoints/step-00000100/` and so on; each is a folder of
+
+    checkpoint.json     schema, step, the run's configuration, and the size and CRC-32 of the two files below
+    model.safetensors   the weights, under plain names
+    state.pt            the rest of the trainer: tensors and plain values, for torch.load(weights_only=True)
+
+A checkpoint is complete or absent. It is written under a temporary name beside its final one, every file and folder
+is synced to the disk, and a rename gives it its name; only then are the oldest removed. Whatever kills the process,
+the last good checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.models import GPT, GPTConfig
+
+#: Raised by one whenever a reader of the old form would misread the new one.
+SCHEMA = 1
+
+#: Complete checkpoints that stay in a run's folder.
+KEPT = 3
+
+FOLDER = "checkpoints"
+_MANIFEST, _WEIGHTS, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
+_PREFIX, _TEMPORARY = "step-", ".writing-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)")
+
+_DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+logger = logging.getLogger("fusestep")
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint is truncated, altered, foreign, or of a newer schema; the sentence says which and names it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete, verified checkpoint on the disk, and what its manifest says.
+
+    `config`, `model` and `data` are the plain forms of TrainConfig, GPTConfig and the data source's `describe()`.
+    """
+
+    path: Path
+    step: int
+    config: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+    def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The model's state dict."""
+        return safetensors.torch.load_file(self.path / _WEIGHTS, device=str(device))
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer saved beside the weights, on the CPU."""
+        loaded: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
+        return loaded
+
+
+def save(
+    run: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint into a run's folder and remove all but the newest KEPT.
+
+    Args:
+        weights: the model's state dict; names that torch.compile or DDP prefixed are saved plain.
+        state: tensors and plain values that torch.load(weights_only=True) accepts.
+
+    Returns: the checkpoint's folder.
+    Raises: UserError if the disk is full or refuses; earlier checkpoints are untouched and nothing half-written stays.
+    """
+    folder = run / FOLDER
+    final = folder / f"{_PREFIX}{step:08d}"
+    temporary = folder / f"{_TEMPORARY}{step:08d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run)
+        temporary.mkdir()
+        files = {}
+        with _DurableFile(temporary / _WEIGHTS) as file:
+            _write_safetensors(plain_names(weights), file)
+        files[_WEIGHTS] = file.fingerprint()
+        with _DurableFile(temporary / _STATE) as file:
+            torch.save(dict(state), file)
+        files[_STATE] = file.fingerprint()
+        manifest = {"schema": SCHEMA, "step": step, "files": files}
+        manifest |= {"config": dict(config), "model": dict(model), "data": dict(data)}
+        with _DurableFile(temporary / _MANIFEST) as file:
+            file.write(json.dumps(manifest, indent=1).encode())
+        sync_folder(temporary)
+        if final.exists():
+            # A damaged one, which resuming passed over.
+            _discard(final)
+        temporary.rename(final)
+        sync_folder(folder)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise UserError(_disk_sentence(run, step, error)) from error
+        raise
+    for old in _complete(run)[:-KEPT]:
+        _discard(old)
+    return final
+
+
+def newest(run: Path) -> Checkpoint | None:
+    """The newest good checkpoint of a run's folder, or None if it has none at all.
+
+    A damaged one is passed over, and a warning names it.
+
+    Raises: DamagedCheckpointError if there are checkpoints and none of them is good, or the newest has a newer schema.
+    """
+    damaged: DamagedCheckpointError | None = None
+    for path in reversed(_complete(run)):
+        try:
+            found = read(path)
+        except NewerSchemaError:
+            raise
+        except DamagedCheckpointError as error:
+            logger.warning("%s Looking at the one before it.", error)
+            damaged = damaged or error
+        else:
+            return found
+    if damaged is not None:
+        raise damaged
+    return None
+
+
+class NewerSchemaError(DamagedCheckpointError):
+    """Written by a later version of this program."""
+
+
+def read(path: Path) -> Checkpoint:
+    """Verify the checkpoint in a folder, byte for byte, and return its manifest.
+
+    Raises: DamagedCheckpointError.
+    """
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        schema = manifest["schema"]
+        if schema > SCHEMA:
+            raise NewerSchemaError(
+                f"checkpoint {path} has schema {schema} and this version reads up to {SCHEMA}; upgrade fusestep."
+            )
+        files = {name: (int(of["bytes"]), int(of["crc32"])) for name, of in manifest["files"].items()}
+        parts = [dict(manifest[part]) for part in ("config", "model", "data")]
+        found = Checkpoint(path, int(manifest["step"]), *parts)
+    except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {path} is no checkpoint of fusestep or is damaged (its {_MANIFEST} cannot be read); "
+            f"use an earlier one."
+        ) from error
+    for name in (_WEIGHTS, _STATE):
+        trouble = _difference(path / name, *files.get(name, (-1, 0)))
+        if trouble:
+            raise DamagedCheckpointError(f"checkpoint {path} is damaged ({name} {trouble}); use an earlier one.")
+    return found
+
+
+def find(path: str | Path) -> Checkpoint:
+    """The checkpoint that a person names: a run's folder stands for its newest good one.
+
+    Raises: UserError if there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; name a run's folder or one of its checkpoints.")
+    if (path / _MANIFEST).exists():
+        return read(path)
+    found = newest(path) if path.is_dir() else None
+    if found is None:
+        raise UserError(f"{path} holds no checkpoint; name a run's folder or one of its checkpoints.")
+    return found
+
+
+def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[GPT, Checkpoint]:
+    """The model of a run's folder or of one checkpoint, in evaluation mode, and what the checkpoint says of it.
+
+    The model is in fp32, whatever the dtype of the saved weights.
+
+    Args:
+        device: where the model goes.
+
+    Raises: UserError if there is no checkpoint, or a damaged or foreign one.
+    """
+    found = find(path)
+    model = GPT(GPTConfig.from_dict(found.model), device=device)
+    load_weights(model, found.weights(device), found.path)
+    return model.eval(), found
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
+    """Copy saved weights into a model, whatever wraps it.
+
+    Raises: UserError, before anything is copied, if names or shapes are another model's.
+    """
+    own = model.state_dict()
+    names = {plain_name(name): name for name in own}
+    if odd := sorted(names.keys() ^ weights.keys()):
+        raise UserError(f"checkpoint {origin} is of another model: {odd[0]} is in one of them alone.")
+    for plain, name in names.items():
+        if weights[plain].shape != own[name].shape:
+            raise UserError(
+                f"checkpoint {origin} is of another model: {plain} is {tuple(weights[plain].shape)} there and "
+                f"{tuple(own[name].shape)} here."
+            )
+    model.load_state_dict({names[plain]: value for plain, value in weights.items()})
+
+
+def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without the prefixes that torch.compile and DistributedDataParallel add."""
+    return {plain_name(name): value for name, value in weights.items()}
+
+
+def plain_name(name: str) -> str:
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def remove_leftovers(run: Path) -> None:
+    """Remove what a killed process was writing or discarding."""
+    for path in (run / FOLDER).glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file or folder was being written and never got its name."""
+    return path.name.startswith(_TEMPORARY)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file: complete with the new text, or as it was."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with _DurableFile(temporary) as file:
+            file.write(text.encode())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class _DurableFile:
+    """A file to write once: counts and checksums its bytes, and is on the disk when closed.
+
+    An OSError that `torch.save` hides behind an error of its own is raised again on leaving.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._error: OSError | None = None
+        self._bytes = 0
+        self._crc32 = 0
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._error = error
+            raise
+        self._bytes += written
+        self._crc32 = zlib.crc32(data, self._crc32)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fingerprint(self) -> dict[str, int]:
+        return {"bytes": self._bytes, "crc32": self._crc32}
+
+    def __enter__(self) -> _DurableFile:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            try:
+                self._file.close()
+            except OSError:
+                # What could not be written is still in the buffer; the first error says all.
+                if error is None:
+                    raise
+        if self._error is not None and error is not self._error:
+            raise self._error
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: _DurableFile) -> None:
+    """The safetensors format, one tensor after another, so that weights are never held twice.
+
+    The library's own writer needs numpy, gives no errno, and does not sync.
+    Format: https://huggingface.co/docs/safetensors: 8 bytes of header length, header in JSON, data.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        kind = _SAFETENSORS_NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for tensor in tensors.values():
+        host = tensor.detach().cpu().contiguous()
+        if host.numel():
+            file.write(memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B"))
+
+
+def _complete(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = ((_NAME.fullmatch(path.name), path) for path in (run / FOLDER).glob(f"{_PREFIX}*") if path.is_dir())
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint such that a kill meanwhile leaves no part of it under its name."""
+    doomed = path.with_name(f"{_TEMPORARY}{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _difference(path: Path, size: int, crc32: int) -> str | None:
+    """How a file differs from what its manifest says, or None."""
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes instead of {size}"
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            found = zlib.crc32(chunk, found)
+    return None if found == crc32 else "has other bytes than were written"
+
+
+def _disk_sentence(run: Path, step: int, error: OSError) -> str:
+    complete = _complete(run)
+    last = f"the last good one, {complete[-1]}, is untouched" if complete else "there is none before it"
+    return (
+        f"the checkpoint of step {step} could not be written ({error.strerror or error}); {last}. "
+        f"Free some space in {run}, then go on with --resume --out {run}."
+    )

@@ -1,0 +1,251 @@
+"""What a training run is asked to do: one field for each option of `fusestep train`, checked on construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from fusestep import hardware
+from fusestep.errors import UserError
+from fusestep.models import PRESETS, GPTConfig
+from fusestep.train import run_folder
+
+Form = Literal["seed", "plain", "fused"]
+Precision = Literal["fp32", "bf16", "fp16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+#: Dimensions of the model that a config file's `model` table may set in place of the preset's.
+MODEL_FIELDS = ("vocab_size", "width", "heads", "layers", "ffn_width", "context", "tied_head")
+
+#: The least compute capability that computes in a 16-bit format at speed.
+_CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: Precision) -> torch.dtype:
+    """The torch dtype that an option such as `--precision bf16` names."""
+    return _DTYPES[name]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Plain numbers, strings and booleans, so that it goes through JSON unchanged.
+
+    A step is one update of the weights, from a window of `accumulate` micro-batches of `batch` sequences each.
+
+    Args:
+        preset: tiny, mini, scaleup or gpt2; auto is mini on a GPU and tiny on a CPU.
+        model: dimensions in place of the preset's (see MODEL_FIELDS); a config file's table `model`.
+        form: seed (nn.MultiheadAttention, additive mask), plain (fused QKV, SDPA) or fused (with fused norms).
+        data: synthetic, text:PATH or tokens:PATH.
+        steps: the step at which the run ends, counted from its very start, also on resume.
+        lr: peak learning rate, reached after `warmup` steps, then a cosine down to a tenth at `schedule_steps`.
+        schedule_steps: where the cosine ends; 0 follows `steps`.
+        clip: largest global norm of the gradient; 0 does not clip.
+        weights: the dtype that weights are stored in; a 16-bit one keeps fp32 masters in the optimizer.
+        eval_every, save_every: in steps; 0 evaluates never, saves at the end alone.
+        out: the run's folder.
+        resume: go on in `out` from its newest good checkpoint.
+
+    Raises: UserError for a value that cannot be trained with.
+    """
+
+    preset: str = "auto"
+    model: Mapping[str, int | bool] = field(default_factory=dict)
+    form: Form = "fused"
+    data: str = "synthetic"
+    steps: int = 300
+    batch: int = 16
+    accumulate: int = 1
+    lr: float = 3e-4
+    warmup: int = 0
+    schedule_steps: int = 0
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    dropout: float = 0.0
+    precision: Precision = "fp32"
+    weights: Precision = "fp32"
+    eval_every: int = 100
+    save_every: int = 100
+    activation_checkpointing: bool = False
+    deterministic: bool = False
+    device: DeviceName = "auto"
+    out: str = "run"
+    resume: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.preset != "auto" and self.preset not in PRESETS:
+            raise UserError(f"--preset is {self.preset!r}; choose one of auto, {', '.join(PRESETS)}.")
+        for name in self.model:
+            if name not in MODEL_FIELDS:
+                raise UserError(f"the model table has {name!r}; it may set {', '.join(MODEL_FIELDS)}.")
+        for name in ("steps", "batch", "accumulate"):
+            self._at_least(name, 1)
+        for name in ("warmup", "schedule_steps", "weight_decay", "clip", "eval_every", "save_every", "seed"):
+            self._at_least(name, 0)
+        if not self.lr > 0:
+            raise UserError(f"--lr is {self.lr}; pass a learning rate above 0, such as 3e-4.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout is {self.dropout}; pass a probability from 0 up to, not including, 1.")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed is {self.seed}; pass one below 2^63.")
+        if self.warmup > self.schedule_length:
+            raise UserError(
+                f"--warmup is {self.warmup}, longer than the schedule of {self.schedule_length} steps; "
+                f"lower it, or raise --steps or --schedule-steps."
+            )
+        if self.weights not in ("fp32", self.precision):
+            raise UserError(
+                f"--weights is {self.weights} and --precision is {self.precision}; "
+                f"weights are fp32, or of the precision that is computed in."
+            )
+        if not self.out:
+            raise UserError("--out is empty; name a folder for the run.")
+        self._check_device()
+
+    @property
+    def schedule_length(self) -> int:
+        """The step at which the cosine ends."""
+        return self.schedule_steps or self.steps
+
+    @property
+    def window(self) -> int:
+        """Sequences in one step."""
+        return self.batch * self.accumulate
+
+    def torch_device(self) -> torch.device:
+        """The device that the run uses; auto is the current CUDA device where there is one."""
+        if self.device == "cpu" or (self.device == "auto" and not hardware.cuda_support().ok):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def resolved(self) -> TrainConfig:
+        """The same run with auto's preset by its name, so that a checkpoint says what was trained."""
+        if self.preset != "auto":
+            return self
+        return dataclasses.replace(self, preset="mini" if self.torch_device().type == "cuda" else "tiny")
+
+    def gpt_config(self, symbols: int) -> GPTConfig:
+        """The model for data of `symbols` token ids.
+
+        Raises: UserError where the model table asks for fewer symbols than the data has, or for impossible dimensions.
+        """
+        changes: dict[str, Any] = {**self.model, "dropout": self.dropout, "form": self.form}
+        wanted = changes.pop("vocab_size", None)
+        config = dataclasses.replace(PRESETS[self.resolved().preset], **changes).with_vocabulary(symbols)
+        if wanted is None:
+            return config
+        if wanted < symbols:
+            raise UserError(
+                f"the model table sets vocab_size {wanted}, the data has {symbols} symbols; raise it or leave it out."
+            )
+        return dataclasses.replace(config, vocab_size=wanted, padded_from=symbols if wanted > symbols else None)
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value < least:
+            raise UserError(f"{option(name)} is {value}; pass {least} or more.")
+
+    def _check_types(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, _checked(option(name), value, kind))
+        for name, value in self.model.items():
+            _checked(f"model.{name}", value, bool if name == "tied_head" else int)
+
+    def _check_device(self) -> None:
+        """Refuse a GPU that is not there, and a precision that the GPU has no units for."""
+        if self.device == "cpu" or (self.device == "auto" and self.precision == "fp32"):
+            return
+        support = hardware.cuda_support()
+        if self.device == "cuda" and not support.ok:
+            raise UserError(f"--device is cuda, but {support.reason}; use --device cpu, or auto.")
+        if self.precision == "fp32" or not support.ok:
+            return
+        device = hardware.devices()[torch.cuda.current_device()]
+        if device.capability < _CAPABILITY[self.precision]:
+            have, need = (".".join(map(str, c)) for c in (device.capability, _CAPABILITY[self.precision]))
+            others = "fp32" if self.precision == "fp16" else "fp16 or fp32"
+            raise UserError(
+                f"--precision is {self.precision}, which needs compute capability {need}; {device.name} has {have}: "
+                f"use --precision {others}."
+            )
+
+
+_KINDS: dict[str, Any] = get_type_hints(TrainConfig)
+
+
+def option(name: str) -> str:
+    """The command line's name for a field: eval_every is --eval-every."""
+    return "--" + name.replace("_", "-")
+
+
+def _checked(who: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`, or a sentence that says what was wanted. An int serves as a float, a bool as neither."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise UserError(f"{who} is {value!r}; choose one of {', '.join(get_args(kind))}.")
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, "a table")
+    wrong = not isinstance(value, kind if isinstance(kind, type) else Mapping)
+    if wrong or (kind is int and isinstance(value, bool)):
+        raise UserError(f"{who} is {value!r}; pass {wanted}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{who} is {value}; pass a finite number.")
+    return value
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The settings in a JSON or TOML file, by TrainConfig's field names (dashes serve for underscores).
+
+    Raises: UserError if the file cannot be read, is neither, or names a setting that does not exist.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"--config {path} cannot be read ({why}); name a JSON or TOML file.") from error
+    try:
+        settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise UserError(f"--config {path} is not {kind} ({error}); correct it, or name it .toml or .json.") from error
+    if not isinstance(settings, dict):
+        raise UserError(f'--config {path} holds no table of settings; write {{"steps": 100, ...}}.')
+    known = {f.name for f in fields(TrainConfig)}
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            mend = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(sorted(known))}."
+            raise UserError(f"--config {path} sets {name!r}, which is no setting; {mend}")
+    return settings
+
+
+def settings_of(given: Mapping[str, Any], *, file: str | None, resume: bool) -> dict[str, Any]:
+    """All settings that someone chose: those `given`, over a config file's, over those of the run that is resumed.
+
+    Raises: UserError for a bad file, or if there is no run to resume.
+    """
+    chosen = {**(read_config_file(file) if file else {}), **given}
+    if not (resume or chosen.get("resume")):
+        return chosen
+    out = chosen.get("out", TrainConfig.out)
+    saved = run_folder.read_config(Path(out))["train"]
+    known = {f.name for f in fields(TrainConfig)}
+    return {**{name: value for name, value in saved.items() if name in known}, **chosen, "resume": True}

@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM end a run after the step in progress, so that it can be saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interruption:
+    """While entered, notes the first SIGINT or SIGTERM in `signal`; a second raises KeyboardInterrupt at once.
+
+    Signals reach the main thread alone; in another thread this does nothing.
+
+    Args:
+        on_first: called when the first arrives, to tell the person what happens now.
+    """
+
+    def __init__(self, on_first: Callable[[signal.Signals], None]) -> None:
+        self.signal: signal.Signals | None = None
+        self._on_first = on_first
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        self._on_first(self.signal)

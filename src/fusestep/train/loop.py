@@ -1,0 +1,302 @@
+"""A whole run, from its configuration to its last checkpoint; read it from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusestep import dispatch
+from fusestep.data import Source, open_source
+from fusestep.errors import UserError
+from fusestep.train import checkpoint, memory
+from fusestep.train.checkpoint import Checkpoint
+from fusestep.train.config import TrainConfig, option
+from fusestep.train.interruption import Interruption
+from fusestep.train.progress import Progress
+from fusestep.train.readings import Reading, Readings
+from fusestep.train.run_folder import RunFolder
+from fusestep.train.trainer import EVALUATION_BATCHES, Trainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: steps taken since the run's very start.
+        loss: of the last step taken in this process, mean per token in nats; None if there was none.
+        eval_loss: of the last evaluation in this process; None if there was none.
+        skipped_steps: those that the optimizer left out because gradients were not finite.
+        checkpoint: the newest one of the run, or None.
+        stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
+    """
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    skipped_steps: int
+    checkpoint: Path | None
+    stopped_by: signal.Signals | None = None
+
+
+def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
+    """Train as `config` says, writing the run's folder as it goes.
+
+    With `config.resume` the run in `config.out` goes on from its newest good checkpoint to `config.steps`, bit for bit
+    as if it had never stopped. Its data, seed, model and the dtype of its weights must be what they were; everything
+    else is taken from `config`, not from the checkpoint.
+
+    Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint.
+
+    Args:
+        progress: shows what happens; nothing is shown without one.
+
+    Raises: UserError, without touching an earlier checkpoint, for bad data, a folder that is in use, a loss that is not
+        finite, memory or disk that is full, a damaged checkpoint.
+    """
+    config = config.resolved()
+    with _repeatable(config.deterministic), contextlib.closing(_Run(config, progress or Progress())) as run:
+        try:
+            with Interruption(run.interrupted) as interruption:
+                return run.go(interruption)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.ran_out(error):
+                raise
+            raise UserError(run.memory_sentence()) from error
+
+
+class _Run:
+    """One process's share of a run."""
+
+    def __init__(self, config: TrainConfig, progress: Progress) -> None:
+        self.config = config
+        self.progress = progress
+        self.device = config.torch_device()
+        self.folder = RunFolder(config.out, resume=config.resume)
+        self.trainer: Trainer | None = None
+        self.last: dict[str, Any] = {}
+        self.eval_loss: float | None = None
+        self.saved: Path | None = None
+        self.saved_step = 0
+
+    def go(self, interruption: Interruption) -> TrainResult:
+        config, progress = self.config, self.progress
+        source = open_source(config.data, seed=config.seed)
+        model_config = config.gpt_config(source.vocab_size)
+        if config.eval_every:
+            # Held-out text may be too short for one sequence: better known now than at the first evaluation.
+            source.batch(0, 1, model_config.context, held_out=True)
+        trainer = self.trainer = Trainer(config, model_config, source, self.device)
+        if config.resume:
+            self._restore(trainer, source)
+        self._introduce(trainer)
+
+        contents = self._contents(trainer, source)
+        readings = Readings(self.device)
+        has_begun = False
+        progress.start(trainer.step, config.steps)
+        while trainer.step < config.steps and interruption.signal is None:
+            readings.start()
+            values = trainer.train_step()
+            readings.finish(trainer.step, values)
+            if not has_begun:
+                # Now it is known that a step fits into memory, so the folder is worth making.
+                self.folder.begin(contents, last_step=trainer.step - 1)
+                has_begun = True
+            is_due = _is_due(trainer.step, config.eval_every) or _is_due(trainer.step, config.save_every)
+            self._record(trainer, readings.ready(wait=is_due))
+            if _is_due(trainer.step, config.eval_every):
+                self._evaluate(trainer)
+            if _is_due(trainer.step, config.save_every):
+                self._save(trainer, contents)
+        self._record(trainer, readings.ready(wait=True))
+        if has_begun and self.saved_step != trainer.step:
+            self._save(trainer, contents)
+        progress.stop()
+
+        stopped_by = interruption.signal if trainer.step < config.steps else None
+        self._conclude(trainer, source, stopped_by)
+        skipped = int(trainer.optimizer.skipped_steps)
+        return TrainResult(trainer.step, self.last.get("loss"), self.eval_loss, skipped, self.saved, stopped_by)
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.folder.close()
+
+    def interrupted(self, number: signal.Signals) -> None:
+        self.progress.say(f"{number.name}: finishing this step, then saving; once more stops at once")
+
+    def memory_sentence(self) -> str:
+        trainer, peak = self.trainer, memory.peak(self.device)
+        parts = memory.parts(
+            trainer and trainer.model,
+            has_masters=self.config.weights != "fp32",
+            accumulates_in_fp32=trainer is not None and trainer.accumulates_in_fp32,
+            peak=peak,
+        )
+        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self._last_good()
+
+    def _restore(self, trainer: Trainer, source: Source) -> None:
+        found = checkpoint.newest(Path(self.config.out))
+        if found is None:
+            self.progress.say(f"{self.config.out} has no checkpoint yet: starting at step 0")
+            return
+        _check_unchanged(self.config, trainer, source, found)
+        if found.step > self.config.steps:
+            raise UserError(
+                f"the run in {self.config.out} is at step {found.step}, past --steps {self.config.steps}; "
+                f"raise --steps to go on."
+            )
+        trainer.restore(found)
+        self.saved, self.saved_step = found.path, found.step
+        self.progress.say(f"resuming {found.path}")
+
+    def _introduce(self, trainer: Trainer) -> None:
+        config, device = self.config, self.device
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        self.progress.say(trainer.model.describe())
+        choice = dispatch.explain_choice("the optimizer and the fused norms", device.type, device.index)
+        kernels = "our Triton kernels" if choice.implementation == "triton" else "the PyTorch reference"
+        weights = "" if config.weights == "fp32" else f", weights {config.weights} with fp32 masters"
+        self.progress.say(f"device: {name} | fused parts run as {kernels}: {choice.reason}")
+        self.progress.say(
+            f"data: {config.data} | {config.steps} steps of {trainer.tokens_per_step:,} tokens "
+            f"({config.batch} × {config.accumulate} sequences of {trainer.model.config.context}) | "
+            f"precision {config.precision}{weights}"
+        )
+
+    def _contents(self, trainer: Trainer, source: Source) -> dict[str, Any]:
+        """What config.json and each checkpoint say of the run."""
+        settings = dataclasses.asdict(self.config)
+        # These belong to this command, not to the run.
+        del settings["out"], settings["resume"]
+        return {"train": settings, "model": trainer.model.config.to_dict(), "data": source.describe()}
+
+    def _record(self, trainer: Trainer, readings: Iterator[Reading]) -> None:
+        """Write the rows of the steps that were read.
+
+        Raises: UserError if a loss is not finite.
+        """
+        for reading in readings:
+            loss, grad_norm, lr, skipped = reading.values
+            row = {
+                "step": reading.step,
+                "loss": loss,
+                "tokens": trainer.tokens_per_step,
+                "ms": round(reading.ms, 4),
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "skipped": int(skipped),
+            }
+            self.folder.write(row)
+            self.last = row
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss became {loss} at step {reading.step}, with learning rate {lr:.3g}; lower --lr, raise "
+                    f"--warmup, or set --clip 1{' or --precision bf16' * (self.config.precision == 'fp16')}."
+                    + self._last_good()
+                )
+            self.progress.update(row, memory.in_use(self.device))
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        self.eval_loss = trainer.evaluate()
+        tokens = EVALUATION_BATCHES * self.config.batch * trainer.model.config.context
+        self.folder.write({"step": trainer.step, "eval_loss": self.eval_loss, "eval_tokens": tokens})
+        self.progress.say(f"step {trainer.step}: held-out loss {self.eval_loss:.4f}")
+
+    def _save(self, trainer: Trainer, contents: dict[str, Any]) -> None:
+        self.folder.sync()
+        self.saved = checkpoint.save(
+            self.folder.path,
+            trainer.step,
+            trainer.model.state_dict(),
+            trainer.state(),
+            config=contents["train"],
+            model=contents["model"],
+            data=contents["data"],
+        )
+        self.saved_step = trainer.step
+
+    def _conclude(self, trainer: Trainer, source: Source, stopped_by: signal.Signals | None) -> None:
+        say, steps = self.progress.say, self.config.steps
+        if stopped_by is not None:
+            if self.saved is None:
+                say("stopped before the first step; nothing was written")
+            else:
+                say(f"stopped at step {trainer.step} of {steps} and saved; go on with: {self._resume_command()}")
+            return
+        if not self.last:
+            say(f"the run is at step {trainer.step} already; raise --steps to go on")
+            return
+        skipped = int(trainer.optimizer.skipped_steps)
+        if skipped:
+            say(f"{skipped} steps were skipped because gradients were not finite")
+        say(f"saved {self.saved}")
+        say(
+            f"final loss {self.last['loss']:.4f} | a random guess has ln {source.vocab_size} = "
+            f"{math.log(source.vocab_size):.4f}"
+        )
+
+    def _last_good(self) -> str:
+        if self.saved is None:
+            return f" There is no checkpoint yet: --resume starts over in {self.config.out}."
+        return f" The last good checkpoint is {self.saved}; go on from it with: {self._resume_command()}"
+
+    def _resume_command(self) -> str:
+        return f"fusestep train --resume --out {shlex.quote(self.config.out)}"
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_unchanged(config: TrainConfig, trainer: Trainer, source: Source, saved: Checkpoint) -> None:
+    """Refuse to go on with another model, other data, another seed or another dtype of the weights."""
+    for name in ("data", "seed", "weights"):
+        was, now = saved.config.get(name), getattr(config, name)
+        if was != now:
+            raise UserError(_changed_sentence(option(name), was, now))
+    model = trainer.model.config.to_dict()
+    for name, was in saved.model.items():
+        # Neither changes what the weights mean.
+        if name not in ("dropout", "form", "norm") and model.get(name) != was:
+            raise UserError(_changed_sentence(f"the model's {name}", was, model.get(name)))
+    data = source.describe()
+    for name in sorted(data.keys() | saved.data.keys()):
+        if data.get(name) != saved.data.get(name):
+            raise UserError(_changed_sentence(f"the data's {name}", saved.data.get(name), data.get(name)))
+
+
+def _changed_sentence(what: str, was: object, now: object) -> str:
+    return (
+        f"{what} was {was} in the run that is to go on, and is {now} now; put it back, or start a run in another --out."
+    )
+
+
+@contextlib.contextmanager
+def _repeatable(wanted: bool) -> Iterator[None]:
+    """torch's deterministic algorithms, for as long as the run lasts."""
+    if not wanted:
+        yield
+        return
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    # cuBLAS repeats itself only with a workspace of its own; read when its first product runs.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)

@@ -1,0 +1,189 @@
+"""A run's folder: config.json, metrics.jsonl and checkpoints/.
+
+`metrics.jsonl` holds one JSON object a line, written whole and at once:
+
+    {"step": 7, "loss": 2.31, "tokens": 4096, "ms": 12.5, "lr": 0.0003, "grad_norm": 0.81, "skipped": 0}
+    {"step": 100, "eval_loss": 1.98, "eval_tokens": 16384}
+
+`tokens` and `ms` are of this one step, `grad_norm` is taken before clipping, `skipped` counts the steps so far that the
+optimizer left out because gradients were not finite. A number that is not finite is written as null.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusestep.errors import UserError
+from fusestep.train import checkpoint
+
+#: Of config.json; raised whenever a reader of the old form would misread the new one.
+SCHEMA = 1
+
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+
+
+class RunFolder:
+    """The folder of one run, opened for writing by one process at a time.
+
+    A new folder is made when the first thing is written into it, so that a run which fails before leaves nothing.
+
+    Args:
+        path: the folder.
+        resume: whether a run in it is gone on with.
+
+    Raises: UserError if a new run's folder is there already, a resumed one's is not, or another process trains in it.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+        self._last_step = 0
+        if resume:
+            self._open_existing()
+        else:
+            self._check_new()
+
+    def begin(self, contents: Mapping[str, Any], *, last_step: int) -> None:
+        """Make the folder where it is new, write config.json, and drop metrics of steps after `last_step`.
+
+        Raises: UserError if that cannot be written; a new folder is then taken away again.
+        """
+        is_new = self._descriptor is None
+        try:
+            if is_new:
+                self._create()
+            else:
+                self._truncate_metrics(last_step)
+                checkpoint.remove_leftovers(self.path)
+            text = json.dumps({"schema": SCHEMA, **contents}, indent=1)
+            checkpoint.write_atomically(self.path / CONFIG, text + "\n")
+        except OSError as error:
+            if is_new and self._descriptor is not None:
+                self.close()
+                shutil.rmtree(self.path)
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); free some space, or choose another --out."
+            ) from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row to metrics.jsonl."""
+        plain = {name: _finite(value) for name, value in row.items()}
+        line = (json.dumps(plain) + "\n").encode()
+        try:
+            written = os.write(self._opened, line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(
+                f"{self.path / METRICS} could not be written ({error.strerror}); free some space, then go on with "
+                f"--resume --out {self.path}."
+            ) from error
+
+    def sync(self) -> None:
+        """Make the rows durable; done before each checkpoint, so that none which it covers can be lost."""
+        os.fsync(self._opened)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise RuntimeError("RunFolder.begin comes before anything is written")
+        return self._descriptor
+
+    def _check_new(self) -> None:
+        if self.path.is_dir():
+            if (self.path / CONFIG).exists():
+                raise UserError(
+                    f"{self.path} holds a run already; go on with it by --resume, or choose another folder with --out."
+                )
+            if any(not _is_leftover(entry) for entry in self.path.iterdir()):
+                raise UserError(f"{self.path} exists and is not empty; choose another folder with --out.")
+        elif self.path.exists():
+            raise UserError(f"{self.path} is a file; choose a folder with --out.")
+        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(f"{self.path} cannot be made, since {existing} cannot be written; choose another --out.")
+
+    def _create(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / METRICS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lock(descriptor)
+        self._descriptor = descriptor
+        # Again, with the lock held: another process may have started a run here meanwhile.
+        self._check_new()
+        checkpoint.sync_folder(self.path.absolute().parent)
+
+    def _open_existing(self) -> None:
+        if not (self.path / CONFIG).exists():
+            raise UserError(
+                f"{self.path} holds no run to go on with; leave --resume out, or name its folder with --out."
+            )
+        try:
+            descriptor = os.open(self.path / METRICS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path / METRICS} cannot be written ({error.strerror}); make it writable.") from error
+        self._lock(descriptor)
+        self._descriptor = descriptor
+
+    def _lock(self, descriptor: int) -> None:
+        """Keep a second process out; the system lets go of the lock when this one ends, however it ends."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(
+                f"another process trains in {self.path}; wait for it, or choose another folder with --out."
+            ) from error
+
+    def _truncate_metrics(self, last_step: int) -> None:
+        keep = 0
+        for line in (self.path / METRICS).read_bytes().splitlines(keepends=True):
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, LookupError, TypeError):
+                break  # the line that a killed process was writing
+            if step > last_step or not line.endswith(b"\n"):
+                break
+            keep += len(line)
+        os.ftruncate(self._opened, keep)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The contents of a run's config.json.
+
+    Raises: UserError if it is not there, damaged, or of a newer schema.
+    """
+    file = path / CONFIG
+    if not file.exists():
+        raise UserError(f"{path} holds no run to go on with; leave --resume out, or name its folder with --out.")
+    try:
+        contents = json.loads(file.read_bytes())
+        schema = contents["schema"]
+        newer = schema > SCHEMA
+        dict(contents["train"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file} is damaged; start another run, or put back the file.") from error
+    if newer:
+        raise UserError(f"{file} has schema {schema} and this version reads up to {SCHEMA}; upgrade fusestep.")
+    return dict(contents)
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether a process that was killed while making the folder left this behind."""
+    return checkpoint.is_temporary(path) or (path.name == METRICS and path.stat().st_size == 0)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,183 @@
+"""The state of a run, and one step of it: gradients of a window of sequences, clip, update."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusestep.data import Source
+from fusestep.errors import UserError
+from fusestep.models import GPT, GPTConfig
+from fusestep.optim import FusedAdam, accumulate_in_fp32
+from fusestep.train import checkpoint
+from fusestep.train.checkpoint import Checkpoint
+from fusestep.train.config import TrainConfig, dtype_of
+from fusestep.train.schedule import Schedule
+
+#: A target that counts for nothing, as in torch.nn.functional.cross_entropy.
+IGNORED = -100
+
+#: Micro-batches of held-out sequences in one evaluation; always the same ones.
+EVALUATION_BATCHES = 4
+
+
+class Trainer:
+    """Model, optimizer, scaler, schedule and the position in the data: all that a checkpoint holds.
+
+    Args:
+        config: what to do.
+        model_config: of the model.
+        source: the data.
+        device: where everything lives.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        position: index of the next training sequence.
+    """
+
+    def __init__(self, config: TrainConfig, model_config: GPTConfig, source: Source, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.source = source
+        self.device = device
+        self.step = 0
+        self.position = 0
+        self.model = GPT(model_config, device=device, dtype=dtype_of(config.weights))
+        self.model.checkpoint_blocks = config.activation_checkpointing
+        self.lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
+        self.schedule = Schedule(config.lr, config.warmup, config.schedule_length)
+        self.optimizer = FusedAdam(
+            self.model.parameters(),
+            lr=self.lr,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.clip or None,
+            master_weights=self.has_masters,
+        )
+        if self.accumulates_in_fp32:
+            accumulate_in_fp32(self.model.parameters())
+        self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+
+    @property
+    def has_masters(self) -> bool:
+        return self.config.weights != "fp32"
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether gradients of 16-bit weights are summed over a window in fp32; one micro-batch has nothing to sum."""
+        return self.has_masters and self.config.accumulate > 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.window * self.model.config.context
+
+    def train_step(self) -> Tensor:
+        """Take one step.
+
+        Returns: (4,) fp32, still on the device: loss, norm of the gradient, learning rate, steps skipped so far.
+        Raises: UserError if no parameter received a gradient.
+        """
+        inputs, targets = self.source.batch(self.position, self.config.window, self.model.config.context)
+        self.schedule.write(self.lr, self.optimizer.applied_steps)
+        loss = self.add_gradients(inputs, targets)
+        if self.step == 0 and not has_gradients(self.model):
+            raise UserError("no trainable parameter received a gradient; unfreeze some, or check the model's forward.")
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        values = [loss, self.optimizer.last_grad_norm, self.lr, self.optimizer.skipped_steps]
+        packed = torch.stack([value.float() for value in values])
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.position += self.config.window
+        return packed
+
+    def add_gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a window's mean loss to the parameters, micro-batch by micro-batch.
+
+        Each micro-batch's loss is a sum over its tokens, divided by the tokens of the whole window, so that how the
+        window is split does not weigh some tokens more than others.
+
+        Args:
+            inputs, targets: (window, context) int64 on the CPU; IGNORED targets count for nothing.
+
+        Returns: the mean loss per token, 0-d fp32 on the device.
+        """
+        tokens = int((targets != IGNORED).sum())
+        total = torch.zeros((), device=self.device)
+        for x, y in zip(inputs.split(self.config.batch), targets.split(self.config.batch), strict=True):
+            loss = self._loss(x, y, "sum") / tokens
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss per token on held-out sequences; nothing of the run's state changes."""
+        self.model.eval()
+        total = torch.zeros((), device=self.device)
+        for index in range(EVALUATION_BATCHES):
+            first = index * self.config.batch
+            x, y = self.source.batch(first, self.config.batch, self.model.config.context, held_out=True)
+            total += self._loss(x, y, "mean")
+        self.model.train()
+        return float(total / EVALUATION_BATCHES)
+
+    def state(self) -> dict[str, Any]:
+        """All but the weights, as tensors and plain values."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "position": self.position,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "rng": torch.get_rng_state(),
+            "rng_cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None,
+        }
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Continue where a checkpoint was made.
+
+        Learning rate, weight decay and clipping are the configuration's, not the checkpoint's.
+        """
+        checkpoint.load_weights(self.model, saved.weights(self.device), saved.path)
+        state = saved.state()
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+            group["weight_decay"] = self.config.weight_decay
+            group["max_grad_norm"] = self.config.clip or None
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state["rng_cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng_cuda"], self.device)
+        self.step = saved.step
+        self.position = state["position"]
+
+    def _loss(self, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        inputs, targets = self._to_device(inputs), self._to_device(targets)
+        with self._autocast():
+            logits = self.model(inputs)
+        loss: Tensor = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+        return loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self.config.precision
+        return torch.autocast(self.device.type, dtype_of(precision), enabled=precision != "fp32")
+
+    def _to_device(self, tokens: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tokens
+        return tokens.pin_memory().to(self.device, non_blocking=True)
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Whether backward reached any parameter, in `grad` or in fp32 beside it."""
+    return any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in model.parameters())
