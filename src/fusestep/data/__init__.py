@@ -4,10 +4,13 @@ from fusestep.data.arithmetic import ArithmeticSequences, arithmetic_sequences, 
 from fusestep.data.source import Source
 from fusestep.data.text import TextFiles, standard_library
 from fusestep.data.tokens import TokenFile, write_token_file
+from fusestep.data.vocabulary import Bytes, Numbers
 from fusestep.errors import UserError
 
 __all__ = [
     "ArithmeticSequences",
+    "Bytes",
+    "Numbers",
     "Source",
     "TextFiles",
     "TokenFile",

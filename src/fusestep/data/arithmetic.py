@@ -11,14 +11,15 @@ import itertools
 import torch
 from torch import Tensor
 
-from fusestep.data.source import check_request, decode_ids, encode_ids, random_below
+from fusestep.data.source import check_request, random_below
+from fusestep.data.vocabulary import Numbers
 from fusestep.errors import UserError
 
 STRIDES = 6
 _HELD_OUT_EVERY = 8
 
 
-class ArithmeticSequences:
+class ArithmeticSequences(Numbers):
     """The source that `arithmetic_sequences` returns."""
 
     def __init__(self, vocab_size: int = 96, *, seed: int = 0) -> None:
@@ -28,7 +29,7 @@ class ArithmeticSequences:
                 f"arithmetic_sequences: vocab_size is {vocab_size}; give at least {_HELD_OUT_EVERY}, "
                 "so that strides differ and some sequences can be held out."
             )
-        self.vocab_size = vocab_size
+        super().__init__(vocab_size)
         self.seed = seed
         phase = torch.arange(vocab_size).repeat_interleave(STRIDES)
         stride = torch.arange(1, STRIDES + 1).repeat(vocab_size)
@@ -52,14 +53,6 @@ class ArithmeticSequences:
     def describe(self) -> dict[str, str | int | float]:
         """What decides the stream."""
         return {"source": "arithmetic sequences", "vocab_size": self.vocab_size, "seed": self.seed}
-
-    def encode(self, text: str) -> list[int]:
-        """Numbers apart by spaces or commas. Raises: UserError for anything else."""
-        return encode_ids(text, self.vocab_size)
-
-    def decode(self, ids: list[int]) -> str:
-        """Numbers apart by spaces."""
-        return decode_ids(ids)
 
 
 def arithmetic_sequences(vocab_size: int = 96, *, seed: int = 0) -> ArithmeticSequences:

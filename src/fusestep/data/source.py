@@ -76,24 +76,6 @@ def check_request(who: str, first: int, count: int, context: int) -> None:
         )
 
 
-def encode_ids(text: str, vocab_size: int) -> list[int]:
-    """Ids written as numbers, apart by spaces or commas. Raises: UserError for anything else."""
-    ids = []
-    for word in text.replace(",", " ").split():
-        if not (word.isascii() and word.isdigit() and int(word) < vocab_size):
-            raise UserError(
-                f"{word!r} is not a token id; this data is made of numbers from 0 to {vocab_size - 1}, "
-                "such as '3 5 7', not of text."
-            )
-        ids.append(int(word))
-    return ids
-
-
-def decode_ids(ids: list[int]) -> str:
-    """Ids as numbers apart by spaces."""
-    return " ".join(map(str, ids))
-
-
 def _splitmix64(state: int) -> int:
     z = (state + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusestep.data.vocabulary import Bytes
 from fusestep.data.windows import count_windows, draw_windows
 from fusestep.errors import UserError
 
@@ -31,7 +32,7 @@ STANDARD_LIBRARY_BYTES = 16 << 20
 NOT_STANDARD_LIBRARY = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 
 
-class TextFiles:
+class TextFiles(Bytes):
     """The bytes of a text file, or of the text files under a folder; their end is held out (see `windows`).
 
     Args:
@@ -48,8 +49,6 @@ class TextFiles:
 
     Raises: UserError for a path that is not there, cannot be read or holds no text, and for too much of it.
     """
-
-    vocab_size = 256
 
     def __init__(
         self,
@@ -119,14 +118,6 @@ class TextFiles:
             "bytes": self._tokens.numel(),
             "fingerprint": self._fingerprint,
         }
-
-    def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes; a byte that Python took from the command line as a surrogate is itself again."""
-        return list(text.encode(errors="surrogateescape"))
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of UTF-8 bytes; what is not UTF-8 shows as the replacement character."""
-        return bytes(ids).decode(errors="replace")
 
     def _count_skipped(self) -> tuple[int, int, str]:
         names = ", ".join(map(str, self.skipped[:5])) + (", …" if len(self.skipped) > 5 else "")

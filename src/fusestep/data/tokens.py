@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fusestep.data.source import decode_ids, encode_ids
+from fusestep.data.vocabulary import Numbers
 from fusestep.data.windows import count_windows, draw_windows
 from fusestep.errors import UserError
 
@@ -42,7 +42,7 @@ _SIGNED = {2: torch.int16, 4: torch.int32}
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
 
-class TokenFile:
+class TokenFile(Numbers):
     """Token ids in a file, mapped; their end is held out (see `windows`).
 
     Args:
@@ -75,9 +75,10 @@ class TokenFile:
             raise UserError(f"TokenFile: {path} is not a file; give one that fusestep.data.write_token_file wrote.")
         size = self._path.stat().st_size
         if raw is not None and vocab_size is not None:
-            offset, width, self.vocab_size, count = 0, _WIDTHS[raw], vocab_size, size // _WIDTHS[raw]
+            offset, width, count = 0, _WIDTHS[raw], size // _WIDTHS[raw]
         else:
-            offset, (width, self.vocab_size, count) = _HEADER.size, self._read_header()
+            offset, (width, vocab_size, count) = _HEADER.size, self._read_header()
+        super().__init__(vocab_size)
         if size != offset + width * count:
             raise UserError(
                 f"TokenFile: {path} has {size:,} bytes where {count:,} ids of {width} bytes after {offset} of header "
@@ -118,14 +119,6 @@ class TokenFile:
             "tokens": self._tokens.numel(),
             "fingerprint": self._fingerprint,
         }
-
-    def encode(self, text: str) -> list[int]:
-        """Numbers apart by spaces or commas. Raises: UserError for anything else."""
-        return encode_ids(text, self.vocab_size)
-
-    def decode(self, ids: list[int]) -> str:
-        """Numbers apart by spaces."""
-        return decode_ids(ids)
 
     def _read_header(self) -> tuple[int, int, int]:
         """Bytes per id, vocabulary size, number of ids."""
