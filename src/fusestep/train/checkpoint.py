@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import safetensors.torch
 import torch
@@ -118,7 +118,7 @@ def save(
             _write_safetensors(plain_names(weights), file)
         files[_WEIGHTS] = file.fingerprint()
         with _DurableFile(temporary / _STATE) as file:
-            torch.save(dict(state), file)
+            torch.save(dict(state), cast(IO[bytes], file))
         files[_STATE] = file.fingerprint()
         manifest = {"schema": SCHEMA, "step": step, "files": files}
         manifest |= {"config": dict(config), "model": dict(model), "data": dict(data)}

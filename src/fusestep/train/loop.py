@@ -139,7 +139,7 @@ class _Run:
     def memory_sentence(self) -> str:
         trainer, peak = self.trainer, memory.peak(self.device)
         parts = memory.parts(
-            trainer and trainer.model,
+            None if trainer is None else trainer.model,
             has_masters=self.config.weights != "fp32",
             accumulates_in_fp32=trainer is not None and trainer.accumulates_in_fp32,
             peak=peak,
