@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt tools/setup.sh
 setup: $(READY) ## make the virtual environment .venv; every other target does it by itself
 
 demo: $(READY) ## the whole story on this machine, in minutes: doctor, train, generate, ladder
-	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
+	@$(PYTHON_IN_VENV) tools/demo.py
 
 test: $(READY) ## run the tests, then the kernels through Triton's interpreter; ARGS go to pytest
 	@$(PYTHON_IN_VENV) tools/run_tests.py $(ARGS)
