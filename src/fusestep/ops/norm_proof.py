@@ -1,0 +1,59 @@
+"""What the doctor proves of the norms, and every launch that the checks compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops.norm import norm_backward as backward_op
+from fusestep.ops.norm import norm_forward as forward_op
+from fusestep.ops.norm import norm_forward_residual as residual_op
+from fusestep.ops.norm_reference import backward_reference, forward_reference
+from fusestep.ops.registry import Compilation, Proof, relative_error
+
+# Rounding to bf16 once leaves about 2e-3 of relative error; sums of gradients are rounded at the end, once as well.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+# A usual width, an odd one, and one that is walked in blocks; kept small in the interpreter, which is slow.
+_SHAPES = (("", 37, 768), (" (odd width)", 5, 1001), (" (wide row)", 3, 65600))
+
+
+def prove(centred: bool, device: torch.device) -> list[Proof]:
+    """Forward, residual and backward on fresh random inputs, against the reference in float64."""
+    proofs = []
+    for what, rows, width in _SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(rows, width, device=device).add_(3.0).to(dtype)
+            residual, dy, dsum = (torch.randn(rows, width, device=device).to(dtype) for _ in range(3))
+            weight, bias = torch.rand(width, device=device).add_(0.5), torch.randn(width, device=device)
+            parameters = (weight, bias if centred else None, width, 1e-5, centred, dtype)
+            y, _ = forward_op(x, *parameters)
+            y_sum, total, statistics = residual_op(x, residual, *parameters)
+            gradients = backward_op(dy, dsum, total, statistics, *parameters[:3], centred, False, dtype, True, centred)
+            wide = [None if t is None else t.double() for t in (weight, bias if centred else None)]
+            settings = (*wide, width, 1e-5, centred, torch.float64)
+            y_true, _, _ = forward_reference(x.double(), None, *settings)
+            # Compared from the sum as it was rounded, which is what is normalised.
+            y_sum_true, _, exact = forward_reference(total.double(), None, *settings)
+            true = backward_reference(
+                dy.double(), dsum.double(), total.double(), exact, *wide, width, centred, False, torch.float64
+            )
+            name = f"{str(dtype).removeprefix('torch.')}{what}"
+            errors = {
+                f"forward, {name}": relative_error(y, y_true),
+                f"residual, {name}": max(
+                    relative_error(y_sum, y_sum_true), relative_error(total, x.double() + residual.double())
+                ),
+                f"backward, {name}": max(
+                    relative_error(a, b) for a, b in zip(gradients, true, strict=True) if a.numel()
+                ),
+            }
+            proofs += [Proof(label, error, _TOLERANCE[dtype]) for label, error in errors.items()]
+    return proofs
+
+
+def compilations(centred: bool) -> Iterator[Compilation]:
+    """Every launch that the norm can make."""
+    yield from norm_forward.compilations(centred)
+    yield from norm_backward.compilations(centred)
