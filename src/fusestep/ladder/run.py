@@ -19,6 +19,7 @@ from fusestep.ladder.rungs import RUNGS, Recipe, Rung, recipe_of, select
 from fusestep.ladder.statistics import METHOD
 from fusestep.ladder.timing import steps_in_windows
 from fusestep.ladder.worker import Request
+from fusestep.language import interpreted
 from fusestep.models import GPT, PRESETS, GPTConfig
 
 #: Sequences in a batch where none are asked for; those of the speed targets.
@@ -33,22 +34,22 @@ class LadderConfig:
     """What to measure; None lets the device decide.
 
     Attributes:
-        preset: a name of `fusestep.models.PRESETS`; mini on a GPU, tiny on a CPU.
+        preset: a name of `fusestep.models.PRESETS`; auto is mini on a GPU and tiny on a CPU.
         rungs: which, as `fusestep.ladder.rungs.select` reads it.
         data: what the timed steps train on, as `fusestep.data.open_source` reads it; the gate has its own text.
         rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
-        steps: timed steps a process, rounded up to whole windows.
+        steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
         gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 60 on a CPU.
         batch: sequences a step.
         device: "auto", "cpu", "cuda" or "cuda:1" and so on.
         seed: of weights, data and the order of the rungs.
     """
 
-    preset: str | None = None
+    preset: str = "auto"
     rungs: str = "1-4"
     data: str = "synthetic"
     rounds: int | None = None
-    steps: int = 36
+    steps: int | None = None
     gate_steps: int | None = None
     batch: int | None = None
     device: str = "auto"
@@ -103,25 +104,26 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
     names = select(config.rungs, rungs)
     device = _device(config.device)
     on_gpu = device.type == "cuda"
-    preset = config.preset or ("mini" if on_gpu else "tiny")
+    preset = ("mini" if on_gpu else "tiny") if config.preset == "auto" else config.preset
     if preset not in PRESETS:
-        raise UserError(f"--preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
+        raise UserError(f"--preset is {preset!r}; choose one of auto, {', '.join(PRESETS)}.")
     base = PRESETS[preset]
     model = _for_symbols(base, open_source(config.data, seed=config.seed).vocab_size)
     notes = []
     if not on_gpu:
-        why = f"; {hardware.cuda_support().reason}" if config.device == "auto" else ""
+        why = f" ({hardware.cuda_support().reason})" if config.device == "auto" else ""
+        smaller = f" with the smallest preset, {preset}" if config.preset == "auto" else ""
         notes.append(
-            f"On a CPU{why}: "
-            + (f"the smallest preset, {preset}, is measured; " if config.preset is None else "")
-            + "memory is the largest resident set of the process, libraries included."
+            f"Measured on the CPU{why}{smaller}; peak is the largest resident set of a process, libraries included."
         )
+    if interpreted():
+        notes.append("TRITON_INTERPRET=1: kernels run through an interpreter, and their times say nothing of a GPU.")
     return Plan(
         preset=preset,
         rungs=names,
         data=config.data,
         rounds=config.rounds or (5 if on_gpu else 3),
-        steps=steps_in_windows(config.steps),
+        steps=steps_in_windows(config.steps or (36 if on_gpu else 24)),
         gate_steps=config.gate_steps or (200 if on_gpu else 60),
         batch=config.batch or BATCH[preset],
         device=str(device),

@@ -42,7 +42,7 @@ class Step:
         torch.manual_seed(seed)
         self._device_type = device.type
         self._autocast = {"fp32": None, "bf16": torch.bfloat16}[recipe.precision]
-        self.model = GPT(replace(config, form=recipe.form, norm=recipe.norm)).to(device)
+        self.model = GPT(replace(config, form=recipe.form, norm=recipe.norm), device=device)
         self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
             self.model.parameters(), lr=recipe.lr, weight_decay=0.01
         )

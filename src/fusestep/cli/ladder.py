@@ -1,0 +1,73 @@
+"""`fusestep ladder`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fusestep.ladder import LadderConfig, ladder, report
+from fusestep.ladder.run import Progress as Report
+
+#: A table in a pipe is as wide as it needs to be, not as a terminal that is not there.
+_PIPE_WIDTH = 180
+
+
+def command(
+    preset: Annotated[
+        str, typer.Option(help="tiny, mini, scaleup or gpt2; auto is mini on a GPU and tiny on a CPU.")
+    ] = "auto",
+    rungs: Annotated[str, typer.Option(help="Which rungs: names, numbers and ranges, as in adam,amp or 1-4.")] = "1-4",
+    data: Annotated[str, typer.Option(help="What is timed on: synthetic, text:PATH or tokens:PATH.")] = "synthetic",
+    rounds: Annotated[
+        int | None, typer.Option(help="Times that each rung is timed, in a new process each; 5 on a GPU, 3 on a CPU.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a process; 36 on a GPU, 24 on a CPU.")] = None,
+    gate_steps: Annotated[
+        int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 60 on a CPU.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; 32 for mini, 16 for tiny.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights, data and the order of the rungs.")] = 0,
+    out: Annotated[Path, typer.Option(help="The folder for ladder.json and ladder.csv.")] = Path("ladder"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print ladder.json instead of the table.")] = False,
+) -> None:
+    """Measure what each speed-up buys, rung by rung.
+
+    Every rung first trains on the same text as rung 1 and must reach the same loss; then all are timed in rounds, each
+    time in a process of its own.
+    """
+    config = LadderConfig(preset, rungs, data, rounds, steps, gate_steps, batch, device, seed)
+    report.check_folder(out)
+    errors = Console(stderr=True)
+    if errors.is_terminal:
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True
+        ) as bar:
+            task = bar.add_task("", total=1.0)
+            measured = ladder(config, progress=lambda share, text: bar.update(task, completed=share, description=text))
+    else:
+        measured = ladder(config, progress=_lines())
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(measured), indent=1, allow_nan=False))
+    else:
+        console = Console()
+        report.show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+    report.save(measured, out)
+    typer.echo(f"kept in {out / report.JSON} and {out / report.CSV}", err=as_json)
+    if all(result.failure is not None for result in measured.rungs):
+        raise typer.Exit(1)
+
+
+def _lines() -> Report:
+    """Progress in plain lines, for a pipe."""
+
+    def line(share: float, text: str) -> None:
+        print(f"{share:4.0%} {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return line
