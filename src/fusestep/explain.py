@@ -69,6 +69,9 @@ def explain(model: nn.Module) -> Explanation:
     """
     if not hasattr(model, "named_modules"):
         raise UserError(f"explain: {type(model).__name__} is no torch.nn.Module; pass the model itself.")
+    from torch import nn
+
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     found = []
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -77,9 +80,14 @@ def explain(model: nn.Module) -> Explanation:
             found.append(
                 ModuleChoice(path, kind, True, choice.implementation, choice.reason, is_fallback=choice.is_fallback)
             )
-        elif next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
+        elif not isinstance(module, containers) and _computes(module):
             found.append(ModuleChoice(path, kind, False, "torch", "PyTorch's own", is_fallback=False))
     return Explanation(tuple(found))
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module does more than call its children: it has none, or parameters of its own."""
+    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
 
 
 def _is_ours(module: nn.Module) -> bool:

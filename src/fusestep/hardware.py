@@ -31,6 +31,9 @@ FP8_CAPABILITY = (8, 9)
 BLACKWELL_CAPABILITY = (10, 0)
 BLACKWELL_CUDA = (12, 8)
 
+#: Where Linux says which NVIDIA driver is loaded.
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+
 
 @dataclass(frozen=True)
 class Support:
@@ -109,9 +112,8 @@ def multiprocessors(index: int) -> int:
 @functools.cache
 def driver_version() -> str | None:
     """The NVIDIA driver's version, such as '580.159', or None without one."""
-    kernel_module = Path("/proc/driver/nvidia/version")
-    if kernel_module.is_file():
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", kernel_module.read_text(errors="replace"))
+    if KERNEL_MODULE.is_file():
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", KERNEL_MODULE.read_text(errors="replace"))
         if found:
             return found[1]
     program = shutil.which("nvidia-smi")
