@@ -59,7 +59,8 @@ def _launch_on_current_device(
         compiled, constants = found
         compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*values, *constants)
         return
-    compiled = kernel[grid](*args, **options)
+    # Said outright, for the same numbers from every Triton: 3.10 changes its default, 3.9 warns of that.
+    compiled = kernel[grid](*args, enable_fp_fusion=True, **options)
     if compiled is not None:  # the interpreter gives no kernel
         _compiled[tuple(key)] = (compiled, _constants(kernel, len(args), options))
 
