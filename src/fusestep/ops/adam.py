@@ -53,6 +53,8 @@ STEP: tl.constexpr = tl.constexpr(COMMON_ROWS + 6)  # place in `steps`
 #: Floats a group in `hyper`; the order is that of `Hyperparameters.row`.
 HYPER_ROW: tl.constexpr = tl.constexpr(16)
 
+#: (parameter, gradient): a gradient has its parameter's dtype, or fp32 (accumulated), or is narrower than fp32 weights.
+DTYPE_PAIRS = [(p, g) for p, g in product(KERNEL_DTYPES, KERNEL_DTYPES) if p == g or torch.float32 in (p, g)]
 MOMENT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -110,16 +112,16 @@ def adam_reference(
     full = [i for i, parameter in enumerate(parameters) if parameter.numel()]
     if not full:
         return
-    parameters = [parameters[i] for i in full]
-    weights = [masters[i] for i in full] if masters else [_widened(parameter) for parameter in parameters]
+    stored_w = [parameters[i] for i in full]
+    weights = [masters[i] for i in full] if masters else [_widened(parameter) for parameter in stored_w]
     dtype = weights[0].dtype
     grads = [gradients[i].to(dtype) for i in full]
     stored_m, stored_v = [exp_avgs[i] for i in full], [exp_avg_sqs[i] for i in full]
     m, v = [stored.to(dtype) for stored in stored_m], [stored.to(dtype) for stored in stored_v]
     if divisor != 1.0:
-        grads = torch._foreach_div(grads, divisor)
+        grads = list(torch._foreach_div(grads, divisor))
     if hyper.weight_decay and not hyper.adam_w_mode:
-        grads = torch._foreach_add(grads, weights, alpha=hyper.weight_decay)
+        grads = list(torch._foreach_add(grads, weights, alpha=hyper.weight_decay))
     if hyper.weight_decay and hyper.adam_w_mode:
         torch._foreach_mul_(weights, 1 - hyper.lr * hyper.weight_decay)
     torch._foreach_lerp_(m, grads, 1 - hyper.beta1)
@@ -133,7 +135,7 @@ def adam_reference(
     denominator = torch._foreach_sqrt(v)
     torch._foreach_add_(denominator, [hyper.eps * second for _, second in corrections])
     torch._foreach_addcdiv_(weights, m, denominator, [-hyper.lr * second / first for first, second in corrections])
-    for stored, computed in ((stored_m, m), (stored_v, v), (parameters, weights)):
+    for stored, computed in ((stored_m, m), (stored_v, v), (stored_w, weights)):
         if stored[0] is not computed[0]:
             torch._foreach_copy_(stored, computed)
 
@@ -161,10 +163,8 @@ def _update(
     g = tl.load(gradient + at_gradient, mask=mask).to(tl.float32) * inverse
     m = tl.load(exp_avg + at, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=mask).to(tl.float32)
-    if HAS_MASTER:
-        w = tl.load(master + at, mask=mask)
-    else:
-        w = tl.load(parameter + at_parameter, mask=mask).to(tl.float32)
+    weight, at_weight = (master, at) if HAS_MASTER else (parameter, at_parameter)
+    w = tl.load(weight + at_weight, mask=mask).to(tl.float32)
     g += l2 * w
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
@@ -203,8 +203,8 @@ def _adam_kernel(
 ):
     pid = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, CHUNK)
-    is_skipped = 0.0
-    inverse = 1.0
+    is_skipped = tl.full([], 0.0, tl.float32)
+    inverse = tl.full([], 1.0, tl.float32)
     if IS_GATED:
         is_skipped = tl.where(tl.load(skip) == 0.0, 0.0, 1.0)
         inverse = 1.0 / tl.load(divisor)
@@ -218,9 +218,7 @@ def _adam_kernel(
         before = tl.load(steps_before + place, mask=mask, other=0.0)
         tl.store(steps + place, before + (1.0 - is_skipped), mask=mask & has_gradient)
         if (pid == 0) & (is_counting != 0):
-            counter = counters
-            if IS_GATED:
-                counter += is_skipped.to(tl.int32)
+            counter = counters + is_skipped.to(tl.int32)
             tl.store(counter, tl.load(counter) + 1)
 
     if pid < chunks:
@@ -268,9 +266,8 @@ def _adam_kernel(
                 mask = at < numel
                 at_parameter = at
                 at_gradient = at
-                if IS_STRIDED:
-                    if dim_count != 0:
-                        at_parameter, at_gradient = strided_offsets(at, dims, first_dim, dim_count)
+                if dim_count != 0:
+                    at_parameter, at_gradient = strided_offsets(at, dims, first_dim, dim_count)
                 _update(
                     parameter, gradient, exp_avg, exp_avg_sq, master, at, at_parameter, at_gradient, mask,
                     inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps,
@@ -290,9 +287,9 @@ class AdamSignature:
 
     def unsupported(self) -> str | None:
         """Why the kernel cannot take them, or None."""
-        for what, dtype in (("parameters", self.parameter), ("gradients", self.gradient)):
-            if dtype not in KERNEL_DTYPES:
-                return f"{str(dtype).removeprefix('torch.')} {what}"
+        if (self.parameter, self.gradient) not in DTYPE_PAIRS:
+            parameter, gradient = (str(dtype).removeprefix("torch.") for dtype in (self.parameter, self.gradient))
+            return f"{gradient} gradients of {parameter} parameters"
         if self.moment not in MOMENT_DTYPES:
             return f"{str(self.moment).removeprefix('torch.')} moments"
         return None
@@ -382,20 +379,22 @@ def _adam(
         signature = AdamSignature(device, parameter.dtype, gradients[i].dtype, exp_avgs[i].dtype, bool(masters))
         by_signature.setdefault(signature, []).append(i)
     for signature, members in by_signature.items():
-        lists = [[one[i] for i in members] for one in (parameters, gradients, exp_avgs, exp_avg_sqs, steps)]
+        own_parameters, own_gradients, own_exp_avgs, own_exp_avg_sqs, own_steps = (
+            [one[i] for i in members] for one in (parameters, gradients, exp_avgs, exp_avg_sqs, steps)
+        )
         own_masters = [masters[i] for i in members] if masters else []
+        tensors = (own_parameters, own_gradients, own_exp_avgs, own_exp_avg_sqs, own_masters)
         reason = signature.unsupported()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             reason = reason or "a table of addresses cannot be built while a CUDA graph is captured"
         if uses_triton("adam", device, reason):
             hyper = Hyperparameters(0.0, beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction)
-            _adam_once(signature, *lists, own_masters, lr, hyper, divisor, skip)
+            _adam_once(signature, *tensors, own_steps, lr, hyper, divisor, skip)
         elif skip is None or not skip.item():
-            torch._foreach_add_(lists[4], 1.0)
+            torch._foreach_add_(own_steps, 1.0)
             hyper = Hyperparameters(float(lr), beta1, beta2, eps, weight_decay, adam_w_mode, bias_correction)
-            counts = [float(step) for step in lists[4]]
-            divide_by = 1.0 if divisor is None else float(divisor)
-            adam_reference(*lists[:4], own_masters, counts, hyper, divide_by)
+            counts = [float(step) for step in own_steps]
+            adam_reference(*tensors, counts, hyper, 1.0 if divisor is None else float(divisor))
 
 
 def _adam_once(
@@ -404,8 +403,8 @@ def _adam_once(
     gradients: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
     masters: list[Tensor],
+    steps: list[Tensor],
     lr: Tensor,
     hyper: Hyperparameters,
     divisor: Tensor | None,
@@ -558,8 +557,10 @@ def _compilations() -> Iterable[Compilation]:
         **dict.fromkeys(constants, "constexpr"),
     }
     aligned = frozenset(n for n, kind in signature.items() if kind.startswith("*")) - {"divisor", "skip"}
-    dtypes = product(short, short, MOMENT_DTYPES, (False, True), (False, True), (False, True))
-    for parameter, gradient, moment, has_master, is_gated, is_strided in dtypes:
+    flags = (False, True)
+    for (parameter, gradient), moment, has_master, is_gated, is_strided in product(
+        DTYPE_PAIRS, MOMENT_DTYPES, flags, flags, flags
+    ):
         if has_master and parameter == torch.float32:
             continue
         values = (

@@ -55,7 +55,8 @@ def norm_reference(gradients: Sequence[Tensor]) -> Tensor:
     if not full:
         return torch.zeros((), device=gradients[0].device)
     norms = torch._foreach_norm(full, 2, dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(norms)).float()
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total.float()
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _accumulate(g, large, middle, small):
 
 @triton.jit
 def _combine(large, middle, small):
-    """√ of the three sums together; the range that decides sets the scale, so nothing over- or underflows on the way."""
+    """√ of the three sums together, at the scale of the range that decides, so that nothing overflows on the way."""
     from_large = UP * tl.sqrt(large + middle * DOWN * DOWN)
     from_middle = tl.sqrt(middle + small * DOWN * DOWN)
     from_small = DOWN * tl.sqrt(small)
@@ -138,9 +139,8 @@ def _gradient_norm_kernel(
             for at in tl.range(whole_end, stop, TILE, num_stages=1):
                 offset = at + lanes
                 mask = offset < stop
-                if IS_STRIDED:
-                    if dim_count != 0:
-                        _, offset = strided_offsets(offset, dims, first_dim, dim_count)
+                if dim_count != 0:
+                    _, offset = strided_offsets(offset, dims, first_dim, dim_count)
                 g = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
                 large, middle, small = _accumulate(g, large, middle, small)
         chunk = after
@@ -150,7 +150,8 @@ def _gradient_norm_kernel(
     tl.store(slot + total, tl.sum(middle, 0))
     tl.store(slot + 2 * total, tl.sum(small, 0))
     tl.debug_barrier()
-    if tl.atomic_add(ticket, 1, sem="acq_rel") == total - 1:
+    arrived = tl.atomic_add(ticket, 1, sem="acq_rel")  # integer ticket
+    if arrived == total - 1:
         index = tl.arange(0, REDUCE)
         large_sums = tl.zeros([REDUCE], tl.float32)
         middle_sums = tl.zeros([REDUCE], tl.float32)
@@ -181,12 +182,16 @@ def _gradient_norm_kernel(
 
 @dataclass(frozen=True)
 class NormLaunch:
-    """How the kernel is launched. Measured on one H200; see benchmarks/."""
+    """How the kernel is launched.
 
-    programs_per_multiprocessor: int = 4
-    tile: int = 4096
-    warps: int = 8
-    stages: int = 3
+    On an H200 this read 124 M fp32 gradients at 0.985 of the rate of a copy, 29 M at 0.78. Tiles of 4,096 on 8 warps
+    and 3 stages reached 0.94 and 0.67; without stages (one load at a time in flight) 0.62 and 0.52.
+    """
+
+    programs_per_multiprocessor: int = 8
+    tile: int = 1024
+    warps: int = 4
+    stages: int = 4
 
 
 LAUNCH = NormLaunch()
@@ -260,7 +265,8 @@ class NormScratch:
 def combine_norms(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     """√Σ n² of 0-d norms from several devices, on one of them; float64, since a norm may be 1e30."""
     there = [norm.to(device, torch.float64, non_blocking=True) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(there)).float()
+    total: Tensor = torch.linalg.vector_norm(torch.stack(there))
+    return total.float()
 
 
 def unsupported(gradients: Iterable[Tensor]) -> str | None:

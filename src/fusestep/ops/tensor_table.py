@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fusestep.language import tl, triton
 
-#: Elements a chunk. On an H200 one block of 1,024 a program (4 warps) moved 0.97–0.99 of what a copy moves; 2,048
-#: moved 0.7–0.8 and 4,096 0.68.
+#: Elements a chunk. On an H200 Adam with one block of 1,024 a program (4 warps) moved 0.99 of what a copy moves at
+#: 124 M parameters; 2,048 moved 0.7–0.8 and 4,096 0.68.
 BLOCK = 1024
 
 #: Rows of a table that every kernel reads. A gradient's address of 0 means: no gradient in this step.
@@ -169,7 +169,9 @@ def build_table(device: torch.device, entries: Sequence[TableEntry], *, capturab
     """Upload a table for these parameters. No synchronisation with the device."""
     chunk_counts = [-(-e.numel // BLOCK) for e in entries]
     chunks = sum(chunk_counts)
-    first_chunks, first_dims, all_dims = [], [], []
+    first_chunks: list[int] = []
+    first_dims: list[int] = []
+    all_dims: list[tuple[int, int, int]] = []
     chunk = 0
     for e, chunk_count in zip(entries, chunk_counts, strict=True):
         first_chunks.append(chunk)
