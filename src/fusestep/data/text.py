@@ -82,7 +82,7 @@ class TextFiles(Bytes):
             if not _is_text(content):
                 self.skipped.append(file)
                 continue
-            if text:
+            if text and content:
                 text += b"\n"
             text += content
             self.files.append(file)
