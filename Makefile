@@ -31,7 +31,7 @@ test: $(READY) ## run the tests, then the kernels through Triton's interpreter; 
 	@$(PYTHON_IN_VENV) tools/run_tests.py $(ARGS)
 
 bench: $(READY) ## time the kernels against the copy's speed and their peers (needs a GPU)
-	@$(PYTHON_IN_VENV) benchmarks/run.py $(ARGS)
+	@$(PYTHON_IN_VENV) -m benchmarks $(ARGS)
 
 .PHONY: check lint format types check-wheel check-kernels check-triton36
 check: lint types test check-wheel check-kernels check-triton36 ## all that CI checks
