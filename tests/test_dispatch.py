@@ -28,7 +28,9 @@ def gpu_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run on cuda:0 and nowhere else."""
 
     def support(device_type: str, index: int | None) -> Support:
-        return Support(True, "Triton on a GPU") if device_type == "cuda" else Support(False, f"tensors on {device_type}")
+        return (
+            Support(True, "Triton on a GPU") if device_type == "cuda" else Support(False, f"tensors on {device_type}")
+        )
 
     monkeypatch.setattr(hardware, "triton_support", support)
 

@@ -1,0 +1,147 @@
+"""The command line as a whole: help, version, unknown commands, missing packages, lazy commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from types import ModuleType
+
+import pytest
+
+from fusestep.cli import app, main
+from fusestep.errors import UserError
+
+
+def fusestep(*arguments: str) -> int:
+    """Run the command line in this process and return its exit status."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return int(left.value.code or 0)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, function: object) -> None:
+    """Put a module with this `command` in the place of a command's own."""
+    module = ModuleType(f"fusestep.cli.{name}")
+    module.command = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_help_lists_every_command_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fusestep("--help") == 0
+    page = capsys.readouterr().out
+    for name, summary in app.COMMANDS.items():
+        assert f"  {name}" in page
+        assert summary in page
+
+
+@pytest.mark.parametrize("name", list(app.COMMANDS))
+def test_every_command_exists_and_has_its_own_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert fusestep(name, "--help") == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"Usage: fusestep {name} [OPTIONS]")
+    assert "--help" in page
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fusestep("--version") == 0
+    assert capsys.readouterr().out == f"fusestep {version('fusestep')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["doktor"], "No such command 'doktor'. Did you mean 'doctor'?"),
+        (["--verbose"], "No such option"),
+        (["doctor", "--jsn"], "No such option"),
+        (["doctor", "surplus"], "surplus"),
+    ],
+)
+def test_usage_errors_are_told_with_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert fusestep(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.startswith("Usage: fusestep")
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fusestep() == 2
+    out, err = capsys.readouterr()
+    assert "Commands:" in out + err
+
+
+def test_a_command_gets_its_options_and_its_failure_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(steps: int = 3) -> None:
+        """Count."""
+        if steps < 0:
+            raise UserError(f"--steps is {steps}; give 0 or more.")
+        print(steps)
+
+    install(monkeypatch, "train", command)
+    assert fusestep("train", "--steps", "7") == 0
+    assert fusestep("train", "--steps", "-1") == 2
+    assert capsys.readouterr() == ("7\n", "fusestep train: --steps is -1; give 0 or more.\n")
+
+
+def test_an_interrupted_command_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        """Stop at once."""
+        raise KeyboardInterrupt
+
+    install(monkeypatch, "train", command)
+    assert fusestep("train") == 130
+    assert capsys.readouterr().err == "fusestep train: interrupted\n"
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        """Fail."""
+        raise ZeroDivisionError
+
+    install(monkeypatch, "train", command)
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_a_missing_extra_is_told_when_the_command_is_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "fusestep.cli.doctor", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)  # type: ignore[arg-type]
+    assert fusestep("doctor") == 2
+    assert capsys.readouterr().err == (
+        "fusestep: the package rich is not installed; run pip install 'fusestep[cli]'.\n"
+    )
+
+
+def test_without_typer_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "fusestep.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)  # type: ignore[arg-type]
+    assert fusestep("--help") == 2
+    assert capsys.readouterr().err == (
+        "fusestep: the package typer is not installed; run pip install 'fusestep[cli]'.\n"
+    )
+
+
+def test_help_and_version_wait_for_nothing() -> None:
+    """Neither torch nor any command's module is imported for them, and `python -m fusestep` is the command."""
+    script = (
+        "import runpy, sys\n"
+        "sys.argv = ['fusestep', '--help']\n"
+        "try: runpy.run_module('fusestep', run_name='__main__')\n"
+        "except SystemExit as left: assert not left.code, left.code\n"
+        "heavy = {'torch', 'triton', 'safetensors'} | {f'fusestep.cli.{n}' for n in ('doctor', 'train', 'ladder')}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("Usage: fusestep [OPTIONS] COMMAND")
+    assert answer.stdout.endswith("\n[]\n")

@@ -1,0 +1,57 @@
+"""The names that scripts may rely on."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from types import FunctionType, ModuleType
+
+import pytest
+
+import fusestep
+
+MODULES = ["data", "models", "nn", "optim"]
+FUNCTIONS = ["doctor", "explain"]
+
+
+def test_all_is_sorted_and_whole() -> None:
+    assert fusestep.__all__ == sorted(fusestep.__all__)
+    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "__version__"}
+    assert dir(fusestep) == fusestep.__all__
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_parts_are_reached_as_attributes(name: str) -> None:
+    part = getattr(fusestep, name)
+    assert isinstance(part, ModuleType)
+    assert part.__name__ == f"fusestep.{name}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_keep_their_name_beside_their_module(name: str) -> None:
+    __import__(f"fusestep.{name}")
+    function = getattr(fusestep, name)
+    assert isinstance(function, FunctionType)
+    assert function.__doc__
+
+
+def test_version_is_the_installed_one() -> None:
+    assert fusestep.__version__ == version("fusestep")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'fusestep' has no attribute 'fp9'"):
+        _ = fusestep.fp9
+
+
+def test_the_names_of_each_part() -> None:
+    wanted = {
+        "optim": {"FusedAdam", "accumulate_in_fp32", "clip_grad_norm_"},
+        "nn": {"FusedLayerNorm", "FusedRMSNorm", "functional"},
+        "models": {"GPT", "GPTConfig", "PRESETS", "generate"},
+        "data": {"TextFiles", "TokenFile", "arithmetic_sequences", "open_source"},
+    }
+    for part, names in wanted.items():
+        module = getattr(fusestep, part)
+        assert names <= set(module.__all__), part
+        assert module.__all__ == sorted(module.__all__), part
+        assert all(hasattr(module, name) for name in names), part
