@@ -16,41 +16,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import nn as fused
+from fusestep.dispatch import Choice
 from fusestep.models.config import GPTConfig
+from fusestep.ops.norm import explain
 
 #: What layer norms add to the variance, everywhere in the model; torch's and Transformer Engine's default.
 EPSILON = 1e-5
 
 
-def normalise(
-    x: Tensor, weight: Tensor, bias: Tensor, *, has_fused_norm: bool, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Layer norm over the last dimension of the stream, and the stream itself: x, or x + residual."""
-    shape = (x.shape[-1],)
-    if not has_fused_norm:
-        stream = x if residual is None else x + residual
-        return F.layer_norm(stream, shape, weight, bias, EPSILON), stream
-    if residual is None:
-        return fused.functional.layer_norm(x, shape, weight, bias, EPSILON), x
-    return fused.functional.layer_norm(x, shape, weight, bias, EPSILON, residual=residual)
+class _WithLayerNorm(nn.Module):
+    """A module that normalises its input first, and holds the norm's parameters beside its own."""
 
-
-class LayerNormLinear(nn.Module):
-    """norm(x) · weightᵀ + bias, with the norm's parameters beside the product's."""
-
-    def __init__(self, in_features: int, out_features: int, *, has_fused_norm: bool) -> None:
+    def __init__(self, width: int, *, has_fused_norm: bool) -> None:
         super().__init__()
         self.has_fused_norm = has_fused_norm
-        self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
-        self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
+        self.layer_norm_weight = nn.Parameter(torch.empty(width))
+        self.layer_norm_bias = nn.Parameter(torch.empty(width))
+
+    def normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm over the last dimension of the stream, and the stream itself: x, or x + residual."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if self.has_fused_norm and residual is not None:
+            return fused.functional.layer_norm(x, weight.shape, weight, bias, EPSILON, residual=residual)
+        stream = x if residual is None else x + residual
+        layer_norm = fused.functional.layer_norm if self.has_fused_norm else F.layer_norm
+        return layer_norm(stream, weight.shape, weight, bias, EPSILON), stream
+
+    def implementation(self) -> Choice:
+        """What the norm runs as on the device of the parameters, and why; the products are torch's."""
+        if self.has_fused_norm:
+            return explain(True, self.layer_norm_weight, self.layer_norm_bias)
+        return Choice("torch", "the model's form asks for torch's layer norm")
+
+
+class LayerNormLinear(_WithLayerNorm):
+    """norm(x) · weightᵀ + bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, has_fused_norm: bool) -> None:
+        super().__init__(in_features, has_fused_norm=has_fused_norm)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, T, in) to (B, T, out), and the stream that was normalised."""
-        y, stream = normalise(
-            x, self.layer_norm_weight, self.layer_norm_bias, has_fused_norm=self.has_fused_norm, residual=residual
-        )
+        y, stream = self.normalise(x, residual)
         return F.linear(y, self.weight, self.bias), stream
 
 
@@ -76,15 +85,12 @@ class SelfAttention(nn.Module):
         return F.dropout(branch, self.dropout, self.training), stream
 
 
-class LayerNormMLP(nn.Module):
-    """fc2(gelu(fc1(norm(x)))), with all six parameters side by side."""
+class LayerNormMLP(_WithLayerNorm):
+    """fc2(gelu(fc1(norm(x))))."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
+        super().__init__(config.width, has_fused_norm=config.has_fused_norm)
         self.dropout = config.dropout
-        self.has_fused_norm = config.has_fused_norm
-        self.layer_norm_weight = nn.Parameter(torch.empty(config.width))
-        self.layer_norm_bias = nn.Parameter(torch.empty(config.width))
         self.fc1_weight = nn.Parameter(torch.empty(config.ffn_width, config.width))
         self.fc1_bias = nn.Parameter(torch.empty(config.ffn_width))
         self.fc2_weight = nn.Parameter(torch.empty(config.width, config.ffn_width))
@@ -92,9 +98,7 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
-        y, stream = normalise(
-            x, self.layer_norm_weight, self.layer_norm_bias, has_fused_norm=self.has_fused_norm, residual=residual
-        )
+        y, stream = self.normalise(x, residual)
         hidden = F.gelu(F.linear(y, self.fc1_weight, self.fc1_bias), approximate="tanh")
         branch = F.linear(hidden, self.fc2_weight, self.fc2_bias)
         return F.dropout(branch, self.dropout, self.training), stream

@@ -71,7 +71,7 @@ def _next_logits(model: GPT, sequence: Tensor, lengths: Tensor) -> Tensor:
     window = min(int(lengths.max()), model.config.context)
     starts = (lengths - window).clamp(min=0)
     columns = starts[:, None] + torch.arange(window, device=sequence.device)
-    logits = model(sequence.gather(1, columns))
+    logits: Tensor = model(sequence.gather(1, columns))
     last = logits[torch.arange(len(sequence), device=sequence.device), lengths - 1 - starts]
     return last[:, : model.config.symbols].float()
 

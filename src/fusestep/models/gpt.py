@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusestep import nn as fused
 from fusestep.errors import UserError
-from fusestep.models.blocks import EPSILON, FusedBlock, PlainBlock, normalise
+from fusestep.models.blocks import EPSILON, FusedBlock, PlainBlock
 from fusestep.models.config import GPTConfig
 from fusestep.models.seed import SeedBlock, causal_mask
 
@@ -84,16 +84,18 @@ class GPT(nn.Module):
 
     def _trunk(self, x: Tensor) -> Tensor:
         """The blocks and the final norm: (B, T, W) to (B, T, W)."""
+        norm = self.final_norm
         if self.config.form == "fused":
             residual = None
             for block in self.blocks:
                 x, residual = self._run(block, x, residual)
-            norm = self.final_norm
-            return normalise(x, norm.weight, norm.bias, has_fused_norm=True, residual=residual)[0]
-        extra = (causal_mask(x.shape[1], like=x),) if self.config.form == "seed" else ()
+            return fused.functional.layer_norm(
+                x, norm.normalized_shape, norm.weight, norm.bias, EPSILON, residual=residual
+            )[0]
+        mask = (causal_mask(x.shape[1], like=x),) if self.config.form == "seed" else ()
         for block in self.blocks:
-            x = self._run(block, x, *extra)
-        normed: Tensor = self.final_norm(x)
+            x = self._run(block, x, *mask)
+        normed: Tensor = norm(x)
         return normed
 
     def _run(self, block: nn.Module, *inputs: Tensor | None) -> Any:
