@@ -126,7 +126,7 @@ def test_as_dict_is_plain_and_numbered() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(UserError, match="explain: str is no torch.nn.Module; pass the model itself"):
+    with pytest.raises(UserError, match=r"explain: str is no torch\.nn\.Module; pass the model itself"):
         explain("gpt2")  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from types import ModuleType
 
 import pytest
+import typer
 
 from fusestep.cli import app, main
 from fusestep.errors import UserError
@@ -80,7 +81,7 @@ def test_a_command_gets_its_options_and_its_failure_is_a_sentence(
         """Count."""
         if steps < 0:
             raise UserError(f"--steps is {steps}; give 0 or more.")
-        print(steps)
+        typer.echo(steps)
 
     install(monkeypatch, "train", command)
     assert fusestep("train", "--steps", "7") == 0
