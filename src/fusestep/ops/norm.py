@@ -315,9 +315,11 @@ class _Norm(torch.autograd.Function):
                 bias_gradient,
             )
         x_dtype, residual_dtype = ctx.input_dtypes
+        # Without a residual there is nothing to give a gradient to, and torch refuses one.
+        dresidual = None if residual_dtype is None else dx
         return (
             dx if dx is None or dx.dtype == x_dtype else dx.to(x_dtype),
-            dx if dx is None or residual_dtype is None or dx.dtype == residual_dtype else dx.to(residual_dtype),
+            dresidual if dresidual is None or dresidual.dtype == residual_dtype else dresidual.to(residual_dtype),
             dweight if weight_gradient else None,
             dbias if bias_gradient else None,
             *nothing,
