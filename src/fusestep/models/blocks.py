@@ -77,11 +77,13 @@ class SelfAttention(nn.Module):
         """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
         qkv, stream = self.layernorm_qkv(x, residual)
         B, T, _ = qkv.shape
-        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, W / H)
+        q, k, v = qkv.view(B, T, 3, self.heads, self.proj.in_features // self.heads).permute(
+            2, 0, 3, 1, 4
+        )  # each (B, H, T, W / H)
         attended = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
-        branch = self.proj(attended.transpose(1, 2).reshape(B, T, -1))
+        branch = self.proj(attended.transpose(1, 2).flatten(2))
         return F.dropout(branch, self.dropout, self.training), stream
 
 
