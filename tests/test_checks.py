@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from fusestep.language import TRITON_IMPORT_ERROR, tl, triton
+import forbidden_calls
+import large_files
+import run_tests
+from fusestep.language import tl, triton
 from fusestep.ops.registry import Compilation, load_catalogue
-
-pytestmark = pytest.mark.skipif(TRITON_IMPORT_ERROR is not None, reason=f"no Triton: {TRITON_IMPORT_ERROR}")
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def tool(name: str) -> ModuleType:
-    """A script of tools/, imported."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def check_kernels() -> ModuleType:
+    """The script of that name; it needs Triton's compiler."""
+    pytest.importorskip("triton")
+    return importlib.import_module("check_kernels")
 
 
 def found_in(tmp_path: Path, code: str) -> list[str]:
     path = tmp_path / "kernel.py"
     path.write_text(code)
-    return list(tool("forbidden_calls").findings(path))
+    return list(forbidden_calls.findings(path))
 
 
 @pytest.mark.parametrize(
@@ -78,19 +74,17 @@ last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")  # integer ticket: who is las
 
 
 def test_the_text_check_fails_on_a_finding_and_on_nothing_to_read(tmp_path: Path) -> None:
-    main = tool("forbidden_calls").main
     (tmp_path / "kernel.py").write_text("row = tl.program_id(0)\n")
-    assert main([str(tmp_path)]) == 1
-    assert main([str(tmp_path / "absent")]) == 2
-    assert main([]) == 2
+    assert forbidden_calls.main([str(tmp_path)]) == 1
+    assert forbidden_calls.main([str(tmp_path / "absent")]) == 2
+    assert forbidden_calls.main([]) == 2
 
 
 def test_large_files_are_found(tmp_path: Path) -> None:
-    check = tool("large_files")
-    (tmp_path / "small").write_bytes(bytes(check.LIMIT))
-    (tmp_path / "large").write_bytes(bytes(check.LIMIT + 1))
-    assert check.main([str(tmp_path / "small")]) == 0
-    assert check.main([str(tmp_path / "small"), str(tmp_path / "large")]) == 1
+    (tmp_path / "small").write_bytes(bytes(large_files.LIMIT))
+    (tmp_path / "large").write_bytes(bytes(large_files.LIMIT + 1))
+    assert large_files.main([str(tmp_path / "small")]) == 0
+    assert large_files.main([str(tmp_path / "small"), str(tmp_path / "large")]) == 1
 
 
 @triton.jit
@@ -124,9 +118,9 @@ def product(size: int, stages: int) -> Compilation:
     )
 
 
-def test_shared_memory_is_held_against_each_chip() -> None:
+def test_shared_memory_is_held_against_each_chip(check_kernels: ModuleType) -> None:
     # Three stages of two tiles of 128 × 128 fp16 are 192 KiB or less: too much for 8.6, 8.9 and 12.0, well within 9.0.
-    built = {one.target: one for one in tool("check_kernels").build("product", product(128, 3))}
+    built = {one.target: one for one in check_kernels.build("product", product(128, 3))}
     assert set(built) == {80, 86, 89, 90, 100, 120}
     for target in (86, 89, 120):
         assert built[target].failure is not None
@@ -135,23 +129,21 @@ def test_shared_memory_is_held_against_each_chip() -> None:
     assert built[90].registers > 16
 
 
-def test_a_kernel_that_does_not_compile_is_a_finding() -> None:
+def test_a_kernel_that_does_not_compile_is_a_finding(check_kernels: ModuleType) -> None:
     # 48 is no power of two, which tl.arange wants.
-    failures = [one.failure for one in tool("check_kernels").build("product", product(48, 1))]
+    failures = [one.failure for one in check_kernels.build("product", product(48, 1))]
     assert all(failure is not None for failure in failures)
 
 
-def test_a_kernel_that_no_configuration_covers_is_found() -> None:
-    check = tool("check_kernels")
+def test_a_kernel_that_no_configuration_covers_is_found(check_kernels: ModuleType) -> None:
     here = sys.modules[__name__]
-    assert check.uncovered([_product_kernel], [here]) == [f"{__name__}._forgotten_kernel"]
-    assert check.uncovered([_product_kernel, _forgotten_kernel], [here]) == []
+    assert check_kernels.uncovered([_product_kernel], [here]) == [f"{__name__}._forgotten_kernel"]
+    assert check_kernels.uncovered([_product_kernel, _forgotten_kernel], [here]) == []
 
 
-def test_every_kernel_of_the_package_is_covered() -> None:
-    check = tool("check_kernels")
-    kernels = [one.kernel for _, one in check.configurations()]
-    assert check.uncovered(kernels, check.modules()) == []
+def test_every_kernel_of_the_package_is_covered(check_kernels: ModuleType) -> None:
+    kernels = [one.kernel for _, one in check_kernels.configurations()]
+    assert check_kernels.uncovered(kernels, check_kernels.modules()) == []
 
 
 def test_every_op_lists_its_launches() -> None:
@@ -212,19 +204,17 @@ def test_arrows_between_packages_run_one_way() -> None:
     ],
 )
 def test_the_runner_reads_the_closing_line(line: str, closing: str) -> None:
-    found = tool("run_tests").CLOSING_LINE.match(line)
+    found = run_tests.CLOSING_LINE.match(line)
     assert found is not None
     assert found.group(1) == closing
 
 
 def test_the_runner_fails_when_either_process_fails_or_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = tool("run_tests")
-
     def status(ordinary: int, interpreter: int, *arguments: str) -> int:
         answers = iter([(ordinary, "first"), (interpreter, "second")])
-        monkeypatch.setattr(runner, "run", lambda *_: next(answers))
+        monkeypatch.setattr(run_tests, "run", lambda *_: next(answers))
         monkeypatch.setattr(sys, "argv", ["run_tests.py", *arguments])
-        return int(runner.main())
+        return int(run_tests.main())
 
     assert status(0, 0) == 0
     assert status(1, 0) == 1

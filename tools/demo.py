@@ -45,10 +45,15 @@ STORY = [
 ]
 
 
-def main() -> int:
-    os.chdir(ROOT)
+def clear() -> None:
+    """Remove the runs of an earlier demo."""
     for name in ("text", "sequences", "ladder"):
         shutil.rmtree(Path("demo") / name, ignore_errors=True)
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    clear()
     # The commands are those of this environment, as if it were activated.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     started = time.monotonic()

@@ -1,0 +1,204 @@
+"""What the README and the docs promise: the demo's commands work, documented options exist, code in the docs runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import demo
+from fusestep.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [command for _, commands in demo.STORY for command in commands]
+
+
+def fusestep(command: str, folder: Path, more: str = "") -> str:
+    """Run a command of the demo in a folder; later options stand before earlier ones. What it printed."""
+    program, *arguments = shlex.split(f"{command} {more}")
+    assert program == "fusestep"
+    done = subprocess.run(
+        [sys.executable, "-m", "fusestep", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def demo_command(beginning: str) -> str:
+    (found,) = [command for command in COMMANDS if command.startswith(f"fusestep {beginning}")]
+    return found
+
+
+def options_of(command: str) -> set[str]:
+    """Every option that a command of the program has."""
+    parameters: list[Any] = app._load(command).params
+    return {name for p in parameters for name in (*p.opts, *p.secondary_opts) if name.startswith("--")} - {"--help"}
+
+
+# ---- the demo
+
+
+def test_the_doctor_shows_and_proves_every_op(tmp_path: Path) -> None:
+    page = fusestep(demo_command("doctor"), tmp_path)
+    for op in ("adam", "layer_norm", "rms_norm"):
+        assert re.search(rf"^\s*{op}\s.*\bok\b", page, re.MULTILINE), page
+
+
+@pytest.mark.slow
+def test_a_model_trains_on_the_standard_library_and_writes(tmp_path: Path) -> None:
+    train = demo_command("train --preset tiny --data text:stdlib")
+    said = fusestep(train, tmp_path, "--steps 40")
+    first, last = said.splitlines()[0], said.splitlines()[-1]
+    assert "parameters" in first
+    # 40 steps know that letters are not all equally likely: far below a random guess, ln 256 = 5.5452.
+    found = re.search(r"final loss (\S+) .* 5\.5452", last)
+    assert found is not None, last
+    assert float(found[1]) < 3.6
+    text = fusestep(demo_command("generate demo/text"), tmp_path)
+    assert text.startswith("def ")
+    assert len(text) > 100
+
+
+@pytest.mark.slow
+def test_generation_keeps_its_stride_after_the_demo_s_training(tmp_path: Path) -> None:
+    fusestep(demo_command("train --preset tiny --data synthetic"), tmp_path)
+    generate = demo_command("generate demo/sequences")
+    samples = json.loads(fusestep(generate, tmp_path, "--json"))["samples"]
+    assert len(samples) == 8
+    for sample in samples:
+        assert len(sample["continuation"]) == 48
+        assert sample["constant_stride"], sample
+        # Counted here, not taken from the program: one difference, modulo the vocabulary.
+        ids = sample["prompt"] + sample["continuation"]
+        assert len({(b - a) % 96 for a, b in itertools.pairwise(ids)}) == 1
+    assert "constant stride: 8 of 8" in fusestep(generate, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_ladder_prints_and_keeps_its_four_rungs(tmp_path: Path) -> None:
+    table = fusestep(demo_command("ladder"), tmp_path, "--rounds 1 --steps 12 --gate-steps 10 --batch 2")
+    for rung in ("adam", "fused-adam", "fused-norm", "amp"):
+        assert re.search(rf"^{rung} ", table, re.MULTILINE), table
+    kept = json.loads((tmp_path / "demo" / "ladder" / "ladder.json").read_text())
+    assert [rung["name"] for rung in kept["rungs"]] == ["adam", "fused-adam", "fused-norm", "amp"]
+
+
+def test_a_failing_command_ends_the_demo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "STORY", [("Fails.", ["false", "echo never"])])
+    monkeypatch.setattr(demo, "clear", lambda: None)
+    monkeypatch.chdir(ROOT)
+    assert demo.main() == 1
+    said = capfd.readouterr()
+    assert "$ false" in said.out
+    assert "never" not in said.out
+    assert "exit status 1" in said.err
+
+
+# ---- the README and the docs
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_shows_the_demo_s_commands() -> None:
+    block = next(block for block in code_blocks(ROOT / "README.md", "") if "fusestep doctor" in block)
+    assert block.splitlines() == COMMANDS
+
+
+def test_make_targets_in_the_docs_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        text = page.read_text()
+        calls = re.findall(r"^make ([a-z0-9- ]+?)(?:  |$)", text, re.MULTILINE) + re.findall(
+            r"`make ([a-z0-9-]+)", text
+        )
+        named = {word for call in calls for word in call.split()}
+        assert named <= targets, f"{page.name}: {sorted(named - targets)}"
+
+
+def test_bare_make_lists_every_target() -> None:
+    listing = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("demo", "test", "lint", "types", "bench", "check", "check-wheel", "check-kernels", "clean"):
+        assert re.search(rf"^  {target} ", listing, re.MULTILINE), listing
+
+
+def test_ci_calls_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = re.search(r"^for target in (.*); do$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert called is not None
+    assert {"lint", "types", "test", "check-wheel", "check-kernels", "check-triton36"} == set(called[1].split())
+    assert set(called[1].split()) <= targets
+
+
+@pytest.mark.parametrize("command", sorted(app.COMMANDS))
+def test_the_command_line_page_lists_exactly_the_options_that_exist(command: str) -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    section = re.search(rf"^## fusestep {command}\b.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    rows = "\n".join(line.split("|")[1] for line in section[0].splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", rows)) == options_of(command)
+
+
+def test_commands_in_the_docs_have_options_that_exist() -> None:
+    for page in PAGES:
+        lines = [line for block in code_blocks(page, "") for line in block.splitlines()]
+        lines += re.findall(r"`(fusestep [^`\n]+)`", page.read_text())
+        for line in lines:
+            words = re.findall(r"\S+", line.split("  ")[0])
+            if words[:1] != ["fusestep"] or len(words) < 2 or words[1] not in app.COMMANDS:
+                continue
+            used = {word for word in words[2:] if word.startswith("--")} - {"--help"}
+            assert used <= options_of(words[1]), f"{page.name}: {line}"
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.fixture(scope="module")
+def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    fusestep("fusestep train --preset tiny --steps 2 --batch 2 --device cpu --out run", folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=lambda page: page.name)
+def test_python_in_the_docs_runs(page: Path, folder_with_a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder_with_a_run)
+    names: dict[str, Any] = {"__name__": "docs"}
+    for number, code in enumerate(code_blocks(page, "python"), 1):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_the_example_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "plain_loop.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    # ln 16 = 2.77 is a guess.
+    assert losses[0] > 2.5
+    assert losses[-1] < 1.0
+    assert "FusedLayerNorm" in done.stdout
