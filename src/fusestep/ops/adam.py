@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fusestep.dispatch import uses_triton
 from fusestep.language import tl, triton
-from fusestep.ops.gradient_norm import KERNEL_DTYPES
+from fusestep.ops.gradient_norm import KERNEL_DTYPES, to_device
 from fusestep.ops.launch import launch
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 from fusestep.ops.tensor_table import (
@@ -423,13 +423,9 @@ def _adam_once(
         entries.append(entry(exp_avg, gradient, tensors, rows))
     before = torch.stack([step.to(device, torch.float32).reshape(()) for step in steps])
     after = before.clone()
-    as_float = [
-        None if t is None else t.to(device, torch.float32, non_blocking=True).reshape(()) for t in (divisor, skip)
-    ]
-    if as_float[0] is None and as_float[1] is not None:
-        as_float[0] = torch.ones((), device=device)
-    if as_float[1] is None and as_float[0] is not None:
-        as_float[1] = torch.zeros((), device=device)
+    if divisor is not None or skip is not None:
+        divisor = torch.ones((), device=device) if divisor is None else to_device(divisor, device)
+        skip = torch.zeros((), device=device) if skip is None else to_device(skip, device)
     launch_adam(
         signature,
         build_table(device, entries),
@@ -437,8 +433,8 @@ def _adam_once(
         before,
         after,
         torch.zeros(2, dtype=torch.int64, device=device),
-        divisor=as_float[0],
-        skip=as_float[1],
+        divisor=divisor,
+        skip=skip,
     )
     torch._foreach_copy_(steps, list(after.unbind()))
 

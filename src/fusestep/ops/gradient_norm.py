@@ -38,7 +38,8 @@ from fusestep.ops.tensor_table import (
 )
 
 #: Added to the norm before max_norm is divided by it, as torch.nn.utils.clip_grad_norm_ does.
-EPSILON: tl.constexpr = tl.constexpr(1e-6)
+_EPSILON = 1e-6
+EPSILON: tl.constexpr = tl.constexpr(_EPSILON)
 
 #: |g| above 2^40 is squared at a scale of 2^-84, below 2^-40 at 2^84; 2^39 squares of any range fit fp32.
 LARGE: tl.constexpr = tl.constexpr(2.0**40)
@@ -203,26 +204,32 @@ def verdict_of(norm: Tensor, max_norm: float, scale: Tensor | None, found_inf: T
     norm = norm.float()
     divisor = torch.ones_like(norm)
     if scale is not None:
-        divisor = scale.to(norm.device, torch.float32, non_blocking=True).reshape(())
+        divisor = to_device(scale, norm.device)
         norm = norm / divisor
-    divisor = divisor * ((norm + float(EPSILON)) / max_norm).clamp(min=1.0)
-    skip = ~(torch.isfinite(norm) & torch.isfinite(divisor))
+    is_finite = torch.isfinite(norm)
+    divisor = divisor * ((norm.where(is_finite, 0.0) + _EPSILON) / max_norm).clamp(min=1.0)
+    skip = ~(is_finite & torch.isfinite(divisor))
     if found_inf is not None:
-        skip = skip | (found_inf.to(norm.device, non_blocking=True).reshape(()) != 0)
+        skip = skip | (to_device(found_inf, norm.device) != 0)
     return torch.stack([norm, divisor, skip.float()])
 
 
 class NormScratch:
-    """What the norm launches of one device share: partial sums, ticket and verdict. Reused step after step."""
+    """What the norm launches of one device share: partial sums, ticket and verdict. Reused step after step.
 
-    def __init__(self, device: torch.device, tables: Sequence[tuple[TensorTable, torch.dtype]]) -> None:
+    Args:
+        verdict: (3,) fp32, where the kernel writes norm, divisor and skip (1 or 0).
+    """
+
+    def __init__(
+        self, device: torch.device, tables: Sequence[tuple[TensorTable, torch.dtype]], verdict: Tensor
+    ) -> None:
         self.tables = list(tables)
         limit = hardware.multiprocessors(device.index or 0) * LAUNCH.programs_per_multiprocessor
         self.programs = [max(1, min(limit, table.chunks)) for table, _ in self.tables]
         self.partials = torch.empty(3, sum(self.programs), device=device)
         self.ticket = torch.zeros((), dtype=torch.int32, device=device)
-        #: norm, divisor and skip (1 or 0), fp32.
-        self.verdict = torch.zeros(3, device=device)
+        self.verdict = verdict
 
     def launch(self, max_norm: float, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Write the verdict on the gradients that the tables hold now: one launch a table, no wait.
@@ -262,9 +269,14 @@ class NormScratch:
             first += programs
 
 
+def to_device(scalar: Tensor, device: torch.device) -> Tensor:
+    """One element as 0-d fp32 on a device; waits only where the host has to read what another device wrote."""
+    return scalar.to(device, torch.float32, non_blocking=device.type == "cuda").reshape(())
+
+
 def combine_norms(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     """√Σ n² of 0-d norms from several devices, on one of them; float64, since a norm may be 1e30."""
-    there = [norm.to(device, torch.float64, non_blocking=True) for norm in norms]
+    there = [to_device(norm, device).double() for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(there))
     return total.float()
 
@@ -287,9 +299,9 @@ def _gradient_norm(gradients: list[Tensor]) -> Tensor:
         return norm_reference(real)
     dtypes = sorted({g.dtype for g in real}, key=str)
     tables = [(build_table(device, [entry(g, g) for g in real if g.dtype == dtype]), dtype) for dtype in dtypes]
-    scratch = NormScratch(device, tables)
-    scratch.launch(float("inf"))
-    return scratch.verdict[0].clone()
+    verdict = torch.empty(3, device=device)
+    NormScratch(device, tables, verdict).launch(float("inf"))
+    return verdict[0].clone()
 
 
 def _gradient_norm_fake(gradients: list[Tensor]) -> Tensor:

@@ -81,32 +81,34 @@ class DeviceArray:
     reads its pinned source at every replay, so that source was allocated before and is kept for good.
     """
 
-    def __init__(self, values: list[int] | list[float], tensor: Tensor, *, capturable: bool = False) -> None:
+    def __init__(self, values: Sequence[object], tensor: Tensor, *, capturable: bool = False) -> None:
         self.tensor = tensor
-        self._values: list[int] | list[float] | None = None
-        self._reserve = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if capturable else None
-        self._captured: list[Tensor] = []
+        self.values: Sequence[object] | None = None
+        is_pinned = capturable and tensor.device.type == "cuda"
+        self._reserve = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if is_pinned else None
+        self._captured: Tensor | None = None
         self.update(values)
 
-    def update(self, values: list[int] | list[float]) -> bool:
-        """Make the device hold these values; returns whether anything had to be uploaded."""
-        if values == self._values:
-            return False
-        self._values = values
+    def update(self, values: Sequence[object]) -> None:
+        """Make the device hold these values.
+
+        Raises: RuntimeError for a second change under capture: the graph would then depend on which came last.
+        """
+        if values == self.values:
+            return
         if self.tensor.device.type != "cuda":
             self.tensor.copy_(torch.tensor(values, dtype=self.tensor.dtype))
         elif not torch.cuda.is_current_stream_capturing():
             # The host allocator hands this pinned block out again only after the copy is done.
             source = torch.tensor(values, dtype=self.tensor.dtype, pin_memory=True)
             self.tensor.copy_(source, non_blocking=True)
+        elif self._reserve is None:
+            raise RuntimeError("a table that was built for capture may change once in a CUDA graph")
         else:
-            if self._reserve is None:
-                raise RuntimeError("an upload under CUDA graph capture needs a table that was built for capture")
-            self._reserve.copy_(torch.tensor(values, dtype=self.tensor.dtype))
-            self.tensor.copy_(self._reserve, non_blocking=True)
-            self._captured.append(self._reserve)
-            self._reserve = None
-        return True
+            self._captured, self._reserve = self._reserve, None
+            self._captured.copy_(torch.tensor(values, dtype=self.tensor.dtype))
+            self.tensor.copy_(self._captured, non_blocking=True)
+        self.values = values
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,6 @@ class TensorTable:
     chunk_tensor: Tensor
     dims: Tensor
     gradients: DeviceArray
-
-    def set_gradients(self, addresses: list[int]) -> None:
-        """Give the gradients' addresses of this step, one a parameter; uploads them only if one moved."""
-        self.gradients.update(addresses)
 
 
 def build_table(device: torch.device, entries: Sequence[TableEntry], *, capturable: bool = False) -> TensorTable:
