@@ -109,8 +109,9 @@ def _prompts(
 ) -> list[list[int]]:
     if given is None and is_arithmetic:
         source = arithmetic_sequences(vocabulary.vocab_size, seed=int(checkpoint.data["seed"]))
-        held_out: list[list[int]] = source.batch(0, _HELD_OUT_PROMPTS, _HELD_OUT_IDS, held_out=True)[0].tolist()
-        return held_out
+        drawn, _ = source.batch(0, 100 * _HELD_OUT_PROMPTS, _HELD_OUT_IDS, held_out=True)
+        # The first different ones, since samples come back.
+        return [list(ids) for ids in dict.fromkeys(map(tuple, drawn.tolist()))][:_HELD_OUT_PROMPTS]
     if isinstance(vocabulary, Bytes):
         # Text begins where a line does.
         return [vocabulary.encode(text or "\n") for text in given or [""]]

@@ -90,11 +90,11 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: to
 
 def _check_options(tokens: int, temperature: float, top_k: int | None) -> None:
     if tokens < 0:
-        raise UserError(f"generate: tokens is {tokens}; give 0 or more.")
+        raise UserError(f"tokens is {tokens}; give 0 or more.")
     if not (temperature >= 0.0 and math.isfinite(temperature)):
-        raise UserError(f"generate: temperature is {temperature}; give 0 for the likeliest token, or more to sample.")
+        raise UserError(f"temperature is {temperature}; give 0 for the likeliest token, or more to sample.")
     if top_k is not None and top_k < 1:
-        raise UserError(f"generate: top_k is {top_k}; give at least 1, or leave it out to sample among all tokens.")
+        raise UserError(f"top_k is {top_k}; give at least 1, or leave it out to sample among all tokens.")
 
 
 def _as_ids(prompt: Sequence[int] | Tensor, number: int, symbols: int) -> Tensor:
@@ -102,14 +102,14 @@ def _as_ids(prompt: Sequence[int] | Tensor, number: int, symbols: int) -> Tensor
     ids = torch.as_tensor(prompt, device="cpu")
     if ids.dim() != 1 or ids.numel() == 0:
         raise UserError(
-            f"generate: prompt {number} has shape {tuple(ids.shape)}; give at least one token id in one dimension."
+            f"prompt {number} has shape {tuple(ids.shape)}; give at least one token id in one dimension."
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UserError(f"generate: prompt {number} holds {ids.dtype}; give integer token ids.")
+        raise UserError(f"prompt {number} holds {ids.dtype}; give integer token ids.")
     outside = ids[(ids < 0) | (ids >= symbols)]
     if outside.numel():
         raise UserError(
-            f"generate: prompt {number} holds id {int(outside[0])}, outside the vocabulary of {symbols}; "
+            f"prompt {number} holds id {int(outside[0])}, outside the vocabulary of {symbols}; "
             f"give ids from 0 to {symbols - 1}."
         )
     return ids.to(torch.int64)
@@ -120,6 +120,6 @@ def _check_finite(logits: Tensor, lengths: Tensor) -> None:
     if not is_finite.all():
         number = int((~is_finite).nonzero()[0])
         raise UserError(
-            f"generate: the logits of prompt {number} are not finite at token {int(lengths[number])}; the weights hold "
+            f"the logits of prompt {number} are not finite at token {int(lengths[number])}; the weights hold "
             "NaN or infinity or overflow in their precision, so load an earlier checkpoint or a wider dtype."
         )
