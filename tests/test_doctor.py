@@ -157,7 +157,7 @@ def test_a_wrong_op_is_said_loudly(
 def test_the_proof_nearest_to_its_tolerance_is_shown() -> None:
     proofs = (Proof("forward", 1e-7, 1e-6), Proof("backward", 9e-4, 1e-3), Proof("exact", 0.0, 0.0))
     found = OpReport("op", "", "cuda:0", "triton", "why", False, proofs, None)
-    assert found.verdict == "ok, 9.0e-04 ≤ 1.0e-03 (backward)"
+    assert found.verdict == "ok in 3 comparisons: error 9.0e-04 of 1.0e-03 (backward)"
 
 
 # Other machines
@@ -174,7 +174,7 @@ def test_each_gpu_gets_its_own_answer(ops: dict[str, Op], two_gpus: None) -> Non
     assert "Hopper, capability 9.0, 132 SMs, 80.0 GiB, 10.0 GiB free" in page
     assert "yes: FP8 tensor cores (compute capability 9.0)" in page
     assert "NO: compute capability 7.5; FP8 tensor cores came with 8.9" in page
-    assert "ok, 5.0e-07 ≤ 1.0e-06 (backward)" in page
+    assert "ok in 2 comparisons: error 5.0e-07 of 1.0e-06 (backward)" in page
     assert "ok, the reference itself" in page
     assert "1 run Triton kernels, 2 fall back" in page
 
@@ -202,6 +202,7 @@ def test_strict_shows_what_would_be_refused(monkeypatch: pytest.MonkeyPatch, ops
     report = fusestep.doctor()
     assert report.ok
     assert "refused under FUSESTEP_STRICT=1, since " in report.ops[-1].reason
+    assert str(report).endswith("FUSESTEP_STRICT=1 refuses what falls back.")
 
 
 def test_a_wrong_setting_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch, ops: dict[str, Op]) -> None:

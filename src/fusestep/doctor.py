@@ -94,7 +94,7 @@ class OpReport:
         if self.implementation == "torch":
             return "ok, the reference itself"
         worst = max(self.proofs, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else 0.0)
-        return f"ok, {worst.error:.1e} ≤ {worst.tolerance:.1e} ({worst.what})"
+        return f"ok in {len(self.proofs)} comparisons: error {worst.error:.1e} of {worst.tolerance:.1e} ({worst.what})"
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,14 @@ class Report:
                 f"WRONG RESULTS: {', '.join(failed)}. Do not train with them; FUSESTEP_IMPL=torch runs the reference."
             )
         kernels = sum(o.implementation == "triton" for o in self.ops)
-        if kernels == 0:
-            return "Every op runs, as its PyTorch reference: no Triton kernel runs on this machine."
         fallbacks = sum(o.is_fallback for o in self.ops)
-        return f"Every op agrees with its reference: {kernels} run Triton kernels, {fallbacks} fall back."
+        if kernels:
+            conclusion = f"Every op agrees with its reference: {kernels} run Triton kernels, {fallbacks} fall back."
+        else:
+            conclusion = "Every op runs, as its PyTorch reference; no Triton kernel runs here."
+        if fallbacks and self.environment.variables.get("FUSESTEP_STRICT") == "1":
+            conclusion += " FUSESTEP_STRICT=1 refuses what falls back."
+        return conclusion
 
 
 def doctor(*, progress: Callable[[str], None] | None = None) -> Report:

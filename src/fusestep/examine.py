@@ -128,18 +128,22 @@ def _requirements(cuda: Support, devices: tuple[DeviceReport, ...], ops: list[Op
         **{name: look() for name, (_, look) in PARTS.items()},
     }
     for name in dict.fromkeys(o.op for o in ops):
-        mine = [o for o in ops if o.op == name]
-        # A GPU machine is asked about its GPUs: on the CPU every op is the reference, as it should be.
-        mine = [o for o in mine if o.device != "cpu"] or mine
-        held[name] = _all([(o.device, _op_support(o)) for o in mine], otherwise=cuda)
+        # A GPU machine is asked about its GPUs: on its CPU every op is the reference, as it should be. A machine
+        # without one has the reason why there is none.
+        mine = [o for o in ops if o.op == name and (o.device != "cpu" or not devices)]
+        held[name] = _all(
+            [(o.device, _op_support(o, None if devices else triton_anywhere)) for o in mine], otherwise=cuda
+        )
     return held
 
 
-def _op_support(op: OpReport) -> Support:
+def _op_support(op: OpReport, without_gpu: Support | None) -> Support:
+    """Whether an op runs its kernel, and right; `without_gpu` says why there is no GPU that it could run on."""
     if not op.ok:
         return Support(False, op.verdict)
     if op.implementation != "triton":
-        return Support(False, f"it runs as its PyTorch reference: {op.reason}")
+        reason = op.reason if without_gpu is None else without_gpu.reason
+        return Support(False, f"it runs as its PyTorch reference: {reason}")
     return Support(True, op.verdict)
 
 

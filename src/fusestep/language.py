@@ -7,6 +7,7 @@ is never launched, because dispatch asks `hardware.triton_support` first.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 TRITON_IMPORT_ERROR: str | None = None
@@ -16,6 +17,9 @@ try:
     import triton.language as tl
 except Exception as error:  # a broken Triton raises far more than ImportError; the doctor shows what
     TRITON_IMPORT_ERROR = f"{type(error).__name__}: {error}"
+    if not isinstance(error, ImportError):
+        # torch asks for Triton too, when it makes an optimizer, and goes on without it after an ImportError alone.
+        sys.modules["triton"] = None  # type: ignore[assignment]
 
     class _Missing:
         """Answers every attribute with itself and every call with its argument."""
