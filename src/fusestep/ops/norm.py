@@ -25,7 +25,7 @@ from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.norm_backward import norm_backward as launch_backward
 from fusestep.ops.norm_forward import norm_forward as launch_forward
-from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference
+from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference, statistics_columns
 from fusestep.ops.registry import define
 
 FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -86,7 +86,7 @@ def _empty_forward(
     """Unwritten y and statistics, for the kernels and for tracing."""
     y = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
     rows = total.numel() // width if width else 0
-    return y, total.new_empty((rows, 3 if centred else 1), dtype=computing_dtype(total, weight, bias))
+    return y, total.new_empty((rows, statistics_columns(total.dtype, centred)), dtype=computing_dtype(total, weight, bias))
 
 
 def _forward(
@@ -105,7 +105,7 @@ def _forward(
         return y.contiguous(), statistics
     y, statistics = _empty_forward(x, weight, bias, width, centred, dtype)
     x, x_stride = _rows(x, width)
-    launch_forward(x, None, weight, bias, y, None, statistics, width, x_stride, width, eps, centred)
+    launch_forward(x, None, weight, bias, y, None, statistics, width, x_stride, width, eps)
     return y, statistics
 
 
@@ -139,7 +139,7 @@ def _forward_residual(
     y, total, statistics = _forward_residual_fake(x, residual, weight, bias, width, eps, centred, dtype)
     x, x_stride = _rows(x, width)
     residual, residual_stride = _rows(residual, width)
-    launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps, centred)
+    launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps)
     return y, total, statistics
 
 
@@ -214,7 +214,6 @@ def _backward(
         width,
         dy_stride,
         x_stride,
-        centred,
         from_output,
     )
     return dx, dweight, dbias
@@ -292,7 +291,6 @@ class _Norm(torch.autograd.Function):
         kept, statistics, weight, bias = ctx.saved_tensors
         width, eps, centred, from_output, dtype = ctx.settings
         _, _, weight_gradient, bias_gradient, *_ = ctx.needs_input_grad
-        nothing = (None,) * 5
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
@@ -315,15 +313,18 @@ class _Norm(torch.autograd.Function):
                 bias_gradient,
             )
         x_dtype, residual_dtype = ctx.input_dtypes
-        # Without a residual there is nothing to give a gradient to, and torch refuses one.
-        dresidual = None if residual_dtype is None else dx
+        x_needed, residual_needed, *_ = ctx.needs_input_grad
         return (
-            dx if dx is None or dx.dtype == x_dtype else dx.to(x_dtype),
-            dresidual if dresidual is None or dresidual.dtype == residual_dtype else dresidual.to(residual_dtype),
+            _cast(dx, x_dtype) if x_needed else None,
+            _cast(dx, residual_dtype) if residual_needed else None,
             dweight if weight_gradient else None,
             dbias if bias_gradient else None,
-            *nothing,
+            *(None,) * 5,
         )
+
+
+def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
 
 
 def _differentiable_backward(

@@ -7,9 +7,12 @@ A row of N values is normalised in fp32 and rounded once:
 with mean = 0 for RMSNorm. Given a residual, x is first replaced by x + residual, rounded to its own dtype and stored,
 so that backward starts from the very numbers that were normalised.
 
-The mean is found relative to the row's first element, and what its rounding to fp32 loses is kept beside it: a row
-far from zero (1e6 + noise) loses no digits, and a constant row is centred to exact zeros. The variance is two-pass.
-Statistics are fp32, (rows, 3): rstd, mean, what the mean's rounding lost; for RMSNorm (rows, 1): rstd.
+The variance is two-pass. The mean of fp32 and fp16 rows is found relative to the row's first element, and what its
+rounding to fp32 loses is kept beside it: a row far from zero (1e6 + noise) loses no digits, and a constant row is
+centred to exact zeros. A bf16 row needs neither: its sum of at most 32768 equal values is exact, and neighbouring bf16
+values are far further apart than an fp32 mean is wrong.
+
+Statistics are fp32, (rows, STATISTICS): rstd, and for LayerNorm the mean, and what the mean's rounding lost if kept.
 
 Where the squares of a row overflow fp32 (magnitudes above about 1e19), rstd is 0 and y is the bias.
 """
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops.launch import launch
 from fusestep.ops.registry import Compilation
@@ -37,13 +41,21 @@ def _load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr):
 
 
 @triton.jit
-def _scale_shift(x_hat, weight_ptr, bias_ptr, column, inside):
-    """x̂ · weight + bias."""
-    if weight_ptr is not None:
-        x_hat *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x_hat += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return x_hat
+def load_columns(pointer, column, inside, NEUTRAL: tl.constexpr):
+    """A weight or bias for a block of columns in fp32; where there is none, the number that changes nothing."""
+    if pointer is None:
+        values = NEUTRAL
+    else:
+        values = tl.load(pointer + column, mask=inside, other=NEUTRAL).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _zero_padding(x, in_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """x with zeros beyond the row's end, where a difference from the mean would be −mean."""
+    if WIDTH < BLOCK:
+        x = tl.where(in_width, x, 0.0)
+    return x
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,7 +66,7 @@ def _norm_forward_kernel(
     bias_ptr,  # (WIDTH,) or None
     y_ptr,  # (rows, WIDTH)
     sum_ptr,  # (rows, WIDTH), None without a residual
-    statistics_ptr,  # (rows, 3 or 1)
+    statistics_ptr,  # (rows, STATISTICS)
     rows,
     x_stride,
     residual_stride,
@@ -62,30 +74,46 @@ def _norm_forward_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    STAGES: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
-    """ROWS whole rows a program, kept in registers: each element is read once and written once."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    """Whole rows in registers, ROWS at a time; the loads of the next tiles are under way while one is worked on."""
+    program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     in_width = column < WIDTH
-    in_rows = row < rows
-    mask = in_rows & in_width
-    x = _load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
-    if residual_ptr is not None:
-        tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
-    if CENTRED:
-        first = _load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr)
-        # Padding adds 0 to the sum here, and below to the centred sum of squares, where it would be −mean otherwise.
-        shift = tl.sum(tl.where(in_width, x - first, 0.0), axis=1, keep_dims=True) / WIDTH
-        mean = first + shift
-        mean_low = shift - (mean - first)
-        x = tl.where(in_width, (x - mean) - mean_low, 0.0)
-        tl.store(statistics_ptr + row * 3 + 1, mean, mask=in_rows)
-        tl.store(statistics_ptr + row * 3 + 2, mean_low, mask=in_rows)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
-    tl.store(statistics_ptr + row * (3 if CENTRED else 1), rstd, mask=in_rows)
-    y = _scale_shift(x * rstd, weight_ptr, bias_ptr, column, in_width)
-    tl.store(y_ptr + row * WIDTH + column, y, mask=mask)
+    if not RELOAD:
+        kept_weight = load_columns(weight_ptr, column, in_width, 1.0)
+        kept_bias = load_columns(bias_ptr, column, in_width, 0.0)
+    tiles = (rows - 1) // ROWS + 1
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        in_rows = row < rows
+        mask = in_rows & in_width
+        x = _load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
+        if residual_ptr is not None:
+            tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
+        if STATISTICS == 2:
+            mean = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
+            x = _zero_padding(x - mean, in_width, WIDTH, BLOCK)
+        if STATISTICS == 3:
+            first = _load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr)
+            x = _zero_padding(x - first, in_width, WIDTH, BLOCK)
+            shift = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
+            mean = first + shift
+            tl.store(statistics_ptr + row * STATISTICS + 2, shift - (mean - first), mask=in_rows)
+            x = _zero_padding(x - shift, in_width, WIDTH, BLOCK)
+        if STATISTICS > 1:
+            tl.store(statistics_ptr + row * STATISTICS + 1, mean, mask=in_rows)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
+        tl.store(statistics_ptr + row * STATISTICS, rstd, mask=in_rows)
+        if RELOAD:
+            weight = load_columns(weight_ptr, column, in_width, 1.0)
+            bias = load_columns(bias_ptr, column, in_width, 0.0)
+        else:
+            weight = kept_weight
+            bias = kept_bias
+        tl.store(y_ptr + row * WIDTH + column, x * rstd * weight + bias, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,7 +131,7 @@ def _norm_forward_wide_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
+    STATISTICS: tl.constexpr,
 ):
     """One row a program, in blocks of columns: the second and third pass over a row find it in the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -115,7 +143,7 @@ def _norm_forward_wide_kernel(
     columns = tl.arange(0, BLOCK)
     mean = 0.0
     mean_low = 0.0
-    if CENTRED:
+    if STATISTICS > 1:
         first = _load_sum(x_ptr, residual_ptr, 0, 0, row < rows, sum_ptr)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, WIDTH, BLOCK):
@@ -123,11 +151,12 @@ def _norm_forward_wide_kernel(
             inside = column < WIDTH
             x = _load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
             total += tl.where(inside, x - first, 0.0)
-        shift = tl.sum(total, axis=0) / WIDTH
+        shift = tl.div_rn(tl.sum(total, axis=0), WIDTH)
         mean = first + shift
         mean_low = shift - (mean - first)
-        tl.store(statistics_ptr + row * 3 + 1, mean)
-        tl.store(statistics_ptr + row * 3 + 2, mean_low)
+        tl.store(statistics_ptr + row * STATISTICS + 1, mean)
+        if STATISTICS == 3:
+            tl.store(statistics_ptr + row * STATISTICS + 2, mean_low)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         column = start + columns
@@ -136,32 +165,42 @@ def _norm_forward_wide_kernel(
         x = tl.where(inside, (x - mean) - mean_low, 0.0)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
-    tl.store(statistics_ptr + row * (3 if CENTRED else 1), rstd)
+    tl.store(statistics_ptr + row * STATISTICS, rstd)
     for start in range(0, WIDTH, BLOCK):
         column = start + columns
         inside = column < WIDTH
         x = _load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
         if residual_ptr is not None:
             tl.store(sum_ptr + column, x, mask=inside)
-        y = _scale_shift(((x - mean) - mean_low) * rstd, weight_ptr, bias_ptr, column, inside)
-        tl.store(y_ptr + column, y, mask=inside)
+        weight = load_columns(weight_ptr, column, inside, 1.0)
+        bias = load_columns(bias_ptr, column, inside, 0.0)
+        tl.store(y_ptr + column, ((x - mean) - mean_low) * rstd * weight + bias, mask=inside)
 
 
 @dataclass(frozen=True)
 class ForwardLaunch:
-    """How the forward kernel is launched. `block` columns at a time; a row wider than that takes the wide kernel."""
+    """How the forward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
+
+    A row wider than `block` takes the wide kernel, one row a program. With `reload` weight and bias are read for every
+    tile instead of being kept in registers.
+    """
 
     block: int
     rows: int
+    programs: int
     warps: int
+    stages: int
+    reload: bool = False
 
 
-def forward_launch(width: int) -> ForwardLaunch:
-    """The launch for rows of a width."""
+def forward_launch(width: int, itemsize: int, multiprocessors: int, centred: bool) -> ForwardLaunch:
+    """The launch for rows of a width; `itemsize` is the bytes a column of all tensors that are read."""
     block = 1 << max(width - 1, 0).bit_length()
     if block > 32768:
-        return ForwardLaunch(8192, 1, 16)
-    return ForwardLaunch(block, max(1, 1024 // block), min(16, max(1, block // 512)) if block > 1024 else 4)
+        return ForwardLaunch(8192, 1, 0, 16, 1)
+    rows = max(1, 1024 // block)
+    warps = min(16, max(1, block // 512)) if block > 1024 else 4
+    return ForwardLaunch(block, rows, multiprocessors * 16, warps, 1)
 
 
 def norm_forward(
@@ -176,33 +215,36 @@ def norm_forward(
     x_stride: int,
     residual_stride: int,
     eps: float,
-    centred: bool,
 ) -> None:
-    """Launch the forward on rows of `width` elements, `x_stride` and `residual_stride` apart; the rest is contiguous."""
-    choice = forward_launch(width)
-    rows = statistics.shape[0]
+    """Launch the forward on rows of `width`, `x_stride` and `residual_stride` apart; all else is contiguous."""
+    device = x.device
+    rows, columns = statistics.shape
+    itemsize = x.element_size() + (0 if residual is None else residual.element_size())
+    choice = forward_launch(width, itemsize, hardware.multiprocessors(device.index or 0), columns > 1)
     arguments = (x, residual, weight, bias, y, total, statistics, rows, x_stride, residual_stride, eps)
     if choice.block < width:
         launch(
             _norm_forward_wide_kernel,
             (rows,),
-            x.device,
+            device,
             *arguments,
             WIDTH=width,
             BLOCK=choice.block,
-            CENTRED=centred,
+            STATISTICS=columns,
             num_warps=choice.warps,
         )
     else:
         launch(
             _norm_forward_kernel,
-            (-(-rows // choice.rows),),
-            x.device,
+            (min(choice.programs, -(-rows // choice.rows)),),
+            device,
             *arguments,
             WIDTH=width,
             BLOCK=choice.block,
             ROWS=choice.rows,
-            CENTRED=centred,
+            STAGES=choice.stages,
+            STATISTICS=columns,
+            RELOAD=choice.reload,
             num_warps=choice.warps,
         )
 

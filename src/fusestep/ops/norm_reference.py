@@ -15,6 +15,13 @@ def computing_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
+def statistics_columns(dtype: torch.dtype, centred: bool) -> int:
+    """How many numbers are kept of a row: rstd, the mean, and what its rounding lost; see norm_forward.py."""
+    if not centred:
+        return 1
+    return 2 if dtype == torch.bfloat16 else 3
+
+
 def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, width).to(dtype)
 
@@ -39,7 +46,7 @@ def forward_reference(
         mean = first + shift
         mean_low = shift - (mean - first)
         rows = (rows - mean) - mean_low
-        statistics = [mean, mean_low]
+        statistics = [mean, mean_low][: statistics_columns(total.dtype, centred) - 1]
     rstd = (rows.square().mean(1, keepdim=True) + eps).rsqrt()
     y = rows * rstd
     if weight is not None:
@@ -72,7 +79,9 @@ def backward_reference(
             x_hat = x_hat / weight.reshape(width)
     else:
         if centred:
-            x_hat = (x_hat - statistics[:, 1:2]) - statistics[:, 2:3]
+            x_hat = x_hat - statistics[:, 1:2]
+            if statistics.shape[1] == 3:
+                x_hat = x_hat - statistics[:, 2:]
         x_hat = x_hat * rstd
     g = dy if weight is None else dy * weight.reshape(width)
     dx = g - x_hat * (g * x_hat).mean(1, keepdim=True)
