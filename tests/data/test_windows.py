@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusestep.data.windows import count_windows, draw_windows, part
+from fusestep.data.windows import draw_windows, part
 from fusestep.errors import UserError
 
 
@@ -16,18 +16,22 @@ def test_the_parts_touch_and_never_overlap(length: int, context: int) -> None:
     begin, boundary = part(length, context, held_out=False)
     assert (begin, part(length, context, held_out=True)) == (0, (boundary, length))
     # Whoever has room for two windows has both parts, each of at least one.
-    for held_out in (False, True):
-        expected = length >= (2 if length >= 2 * (context + 1) or held_out else 1) * (context + 1)
-        assert (count_windows(length, context, held_out=held_out) > 0) == expected
+    if length >= 2 * (context + 1):
+        assert boundary >= context + 1
+        assert length - boundary == max(length // 10, context + 1)
+    else:
+        assert boundary == length
 
 
 @given(length=st.integers(2, 400), context=st.integers(1, 60), seed=st.integers(0, 2**63 - 1), held_out=st.booleans())
 def test_windows_are_consecutive_tokens_inside_their_part(length: int, context: int, seed: int, held_out: bool) -> None:
     tokens = torch.arange(length)
-    if count_windows(length, context, held_out=held_out) == 0:
+    begin, end = part(length, context, held_out=held_out)
+    if end - begin <= context:
+        with pytest.raises(UserError, match="needs at least"):
+            draw_windows(tokens, seed, 5, 20, context, held_out=held_out, who="test")
         return
     starts, windows = draw_windows(tokens, seed, 5, 20, context, held_out=held_out, who="test")
-    begin, end = part(length, context, held_out=held_out)
     assert windows.shape == (20, context + 1)
     # A token's value is its position here.
     assert torch.equal(windows, starts[:, None] + torch.arange(context + 1))
@@ -59,7 +63,7 @@ def test_lengths_about_the_context(length: int, works: bool) -> None:
 
 def test_a_held_out_part_without_room_is_refused_with_what_it_needs() -> None:
     with pytest.raises(
-        UserError, match="corpus has 17 tokens and a context of 8 needs at least 18 for a held-out part"
+        UserError, match=r"corpus has 17 tokens and a context of 8 needs at least 18 for a held-out part .*, or train"
     ):
         draw_windows(torch.arange(17), 0, 0, 1, 8, held_out=True, who="corpus")
 

@@ -163,6 +163,16 @@ def test_one_seed_gives_all_forms_the_same_weights(tied_head: bool) -> None:
     assert not torch.equal(build("fused", seed=2).embedding.weight, first["embedding.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_seed_gives_the_same_weights_on_every_device_and_in_every_dtype(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    expected = build("plain").state_dict()
+    torch.manual_seed(1)
+    for name, value in GPT(dataclasses.replace(SMALL, form="plain"), device=device, dtype=dtype).state_dict().items():
+        assert torch.equal(value.cpu(), expected[name].to(dtype)), name
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_initial_values_are_those_documented(form: Form) -> None:
     torch.manual_seed(3)

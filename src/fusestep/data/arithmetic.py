@@ -45,11 +45,6 @@ class ArithmeticSequences(Numbers):
         sequence = (phase[:, None] + stride[:, None] * torch.arange(context + 1)) % self.vocab_size
         return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
-    def sequences(self, context: int, *, held_out: bool = False) -> int:
-        """How many different samples the part holds."""
-        check_request("arithmetic_sequences", 0, 0, context)
-        return len(self._pairs[held_out])
-
     def describe(self) -> dict[str, str | int | float]:
         """What decides the stream."""
         return {"source": "arithmetic sequences", "vocab_size": self.vocab_size, "seed": self.seed}

@@ -32,10 +32,6 @@ class Source(Protocol):
         """
         ...
 
-    def sequences(self, context: int, *, held_out: bool = False) -> int:
-        """How many different samples of this context the part holds; 0 where `batch` would raise."""
-        ...
-
     def describe(self) -> dict[str, str | int | float]:
         """What decides the stream, in plain values: two sources of equal description give equal samples."""
         ...

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusestep.data.vocabulary import Bytes
-from fusestep.data.windows import count_windows, draw_windows
+from fusestep.data.windows import draw_windows
 from fusestep.errors import UserError
 
 logger = logging.getLogger("fusestep")
@@ -103,10 +103,6 @@ class TextFiles(Bytes):
         _, windows = draw_windows(self._tokens, self.seed, first, count, context, held_out=held_out, who=who)
         windows = windows.to(torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def sequences(self, context: int, *, held_out: bool = False) -> int:
-        """How many different windows the part holds."""
-        return count_windows(self._tokens.numel(), context, held_out=held_out)
 
     def describe(self) -> dict[str, str | int | float]:
         """What decides the stream; the fingerprint is of all bytes."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusestep.data.vocabulary import Numbers
-from fusestep.data.windows import count_windows, draw_windows
+from fusestep.data.windows import draw_windows
 from fusestep.errors import UserError
 
 MAGIC = b"fusetoks"
@@ -105,10 +105,6 @@ class TokenFile(Numbers):
             for start, window in zip(starts.tolist(), windows, strict=True):
                 self._check(start, window)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def sequences(self, context: int, *, held_out: bool = False) -> int:
-        """How many different windows the part holds."""
-        return count_windows(self._tokens.numel(), context, held_out=held_out)
 
     def describe(self) -> dict[str, str | int | float]:
         """What decides the stream; the fingerprint is of the first and the last MiB."""

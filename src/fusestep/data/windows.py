@@ -21,12 +21,6 @@ def part(length: int, context: int, *, held_out: bool) -> tuple[int, int]:
     return (length - tail, length) if held_out else (0, length - tail)
 
 
-def count_windows(length: int, context: int, *, held_out: bool) -> int:
-    """How many windows a part holds, 0 if it is too short for one."""
-    begin, end = part(length, context, held_out=held_out)
-    return max(end - begin - context, 0)
-
-
 def draw_windows(
     tokens: Tensor, seed: int, first: int, count: int, context: int, *, held_out: bool, who: str
 ) -> tuple[Tensor, Tensor]:
@@ -39,16 +33,15 @@ def draw_windows(
     """
     check_request(who, first, count, context)
     length = tokens.numel()
-    available = count_windows(length, context, held_out=held_out)
-    if available == 0:
+    begin, end = part(length, context, held_out=held_out)
+    if end - begin <= context:
         needed = 2 * (context + 1) if held_out else context + 1
         wanted = "for a held-out part beside the training part" if held_out else "for one sequence and its targets"
         raise UserError(
             f"{who} has {length:,} tokens and a context of {context} needs at least {needed:,} {wanted}; "
-            "give more data, or a shorter context."
+            f"give more data, or a shorter context{', or train without evaluation' * held_out}."
         )
-    begin, _ = part(length, context, held_out=held_out)
-    starts = begin + random_below(available, seed, int(held_out), first, count)
+    starts = begin + random_below(end - begin - context, seed, int(held_out), first, count)
     if count == 0:
         return starts, tokens.new_empty(0, context + 1)
     return starts, torch.stack([tokens[start : start + context + 1] for start in starts.tolist()])

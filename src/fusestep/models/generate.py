@@ -101,9 +101,7 @@ def _as_ids(prompt: Sequence[int] | Tensor, number: int, symbols: int) -> Tensor
     """A prompt as 1-D int64 on the CPU, checked."""
     ids = torch.as_tensor(prompt, device="cpu")
     if ids.dim() != 1 or ids.numel() == 0:
-        raise UserError(
-            f"prompt {number} has shape {tuple(ids.shape)}; give at least one token id in one dimension."
-        )
+        raise UserError(f"prompt {number} has shape {tuple(ids.shape)}; give at least one token id in one dimension.")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"prompt {number} holds {ids.dtype}; give integer token ids.")
     outside = ids[(ids < 0) | (ids >= symbols)]

@@ -24,8 +24,8 @@ INITIAL_STD = 0.023
 class GPT(nn.Module):
     """A causal language model in one of three forms that share state dicts (see GPTConfig).
 
-    Every matrix starts as N(0, 0.023), embeddings and head too, every norm at weight 1 and bias 0, every other bias at
-    0. The parameters of all forms come in the same order, so one seed gives all forms the same weights.
+    Every matrix starts as N(0, 0.023²), embeddings and head too, every norm at weight 1 and bias 0, every other bias
+    at 0. One seed gives the same weights in every form, on every device and, rounded, in every dtype.
 
     Args:
         config: the sizes and the form.
@@ -61,10 +61,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the initial values from the default generator of the parameters' device."""
+        """Draw the initial values from the default generator of the CPU, in the order that all forms share."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, INITIAL_STD)
+                parameter.copy_(
+                    torch.empty(parameter.shape, device="cpu", dtype=torch.float32).normal_(0.0, INITIAL_STD)
+                )
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
