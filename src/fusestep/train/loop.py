@@ -93,8 +93,9 @@ class _Run:
         config, progress = self.config, self.progress
         source = open_source(config.data, seed=config.seed)
         model_config = config.gpt_config(source.vocab_size)
+        # Data too short for one sequence is better known now than at the first step or evaluation.
+        source.batch(0, 1, model_config.context)
         if config.eval_every:
-            # Held-out text may be too short for one sequence: better known now than at the first evaluation.
             source.batch(0, 1, model_config.context, held_out=True)
         trainer = self.trainer = Trainer(config, model_config, source, self.device)
         if config.resume:

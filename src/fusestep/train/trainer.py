@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,12 +55,14 @@ class Trainer:
             self.model.parameters(),
             lr=self.lr,
             weight_decay=config.weight_decay,
-            max_grad_norm=config.clip or None,
+            max_grad_norm=self._max_grad_norm,
             master_weights=self.has_masters,
         )
+        self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
         if self.accumulates_in_fp32:
             accumulate_in_fp32(self.model.parameters())
-        self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+            self._norm_probe = nn.Parameter(torch.zeros((), device=device))
+            self._probe_optimizer = torch.optim.SGD([self._norm_probe], lr=0.0)
 
     @property
     def has_masters(self) -> bool:
@@ -82,14 +85,15 @@ class Trainer:
         """
         inputs, targets = self.source.batch(self.position, self.config.window, self.model.config.context)
         self.schedule.write(self.lr, self.optimizer.applied_steps)
-        loss = self.add_gradients(inputs, targets)
-        if self.step == 0 and not has_gradients(self.model):
+        is_trainable = any(parameter.requires_grad for parameter in self.model.parameters())
+        loss = self.add_gradients(inputs, targets) if is_trainable else None
+        if loss is None or not has_gradients(self.model):
             raise UserError("no trainable parameter received a gradient; unfreeze some, or check the model's forward.")
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self._update_scale(self.scaler)
         values = [loss, self.optimizer.last_grad_norm, self.lr, self.optimizer.skipped_steps]
         packed = torch.stack([value.float() for value in values])
         self.optimizer.zero_grad()
@@ -148,9 +152,8 @@ class Trainer:
         state = saved.state()
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
             group["weight_decay"] = self.config.weight_decay
-            group["max_grad_norm"] = self.config.clip or None
+            group["max_grad_norm"] = self._max_grad_norm
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
@@ -158,6 +161,18 @@ class Trainer:
             torch.cuda.set_rng_state(state["rng_cuda"], self.device)
         self.step = saved.step
         self.position = state["position"]
+
+    @property
+    def _max_grad_norm(self) -> float:
+        """Infinity clips nothing, yet measures the norm and skips a step whose gradients are not finite."""
+        return self.config.clip or math.inf
+
+    def _update_scale(self, scaler: torch.amp.GradScaler) -> None:
+        if self.accumulates_in_fp32:
+            # The scaler looks for non-finite gradients in `grad` alone, which is empty now: it gets their norm to see.
+            self._norm_probe.grad = self.optimizer.last_grad_norm.clone()
+            scaler.unscale_(self._probe_optimizer)
+        scaler.update()
 
     def _loss(self, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         inputs, targets = self._to_device(inputs), self._to_device(targets)
