@@ -103,6 +103,7 @@ def explain_choice(op: str, device_type: str, index: int | None, unsupported: st
 _lock = threading.RLock()
 _announced: set[str] = set()
 _chosen: dict[tuple[str, torch.device], bool] = {}
+_decided: dict[str, set[Choice]] = {}
 _examining = False
 
 
@@ -129,6 +130,7 @@ def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -
             return answer
         if choice.is_fallback:
             announce(op, choice.reason)
+        _decided.setdefault(op, set()).add(choice)
         if unsupported is None:
             _chosen[op, device] = answer
     return answer
@@ -148,6 +150,12 @@ def announce(op: str, reason: str) -> None:
             return
         _announced.add(reason)
     logger.warning("%s runs as its PyTorch reference, as does every op that meets the same: %s", op, reason)
+
+
+def decided() -> dict[str, frozenset[Choice]]:
+    """What each op that was called in this process has run as, examinations left out."""
+    with _lock:
+        return {op: frozenset(choices) for op, choices in _decided.items()}
 
 
 @contextmanager
@@ -188,4 +196,5 @@ def reset() -> None:
     explain_choice.cache_clear()
     _announced.clear()
     _chosen.clear()
+    _decided.clear()
     hardware.reset()

@@ -35,7 +35,7 @@ def describe(device: torch.device) -> dict[str, object]:
     gpu = hardware.devices()[device.index or 0] if device.type == "cuda" else None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "device": str(device),
         "gpu": None if gpu is None else gpu.name,
         "capability": None if gpu is None else list(gpu.capability),
@@ -53,6 +53,12 @@ def describe(device: torch.device) -> dict[str, object]:
         "commit": _commit(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    name = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*name, *sys.argv[1:]])
 
 
 def _cpu_name() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ class Workers:
         self._errors.seek(0)
         self._errors.truncate()
         self._process = subprocess.Popen(
-            self._command,
+            [*self._command, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -207,7 +207,12 @@ def _remarks(ladder: Ladder) -> list[str]:
                     name,
                 )
             elif comparison.claim == "no difference":
-                remark(f"no difference from {comparison.over} that the rounds can tell from 1", name)
+                why = f"; {comparison.reason}, so raise --rounds on a machine that is otherwise idle"
+                remark(
+                    f"no difference from {comparison.over} that these rounds can tell"
+                    + (why if comparison.reason else ""),
+                    name,
+                )
         if result.is_launch_bound:
             remark(
                 f"launch-bound: the device is busy {result.device:.2f} ms of a step, the host queues it in "

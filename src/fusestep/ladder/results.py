@@ -13,6 +13,9 @@ from fusestep.ladder.statistics import Gain, Spread, paired_gain, spread
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import DOUBLING_WITHIN, Timing
 
+#: An interval whose ends differ by more than this factor tells nothing.
+_SCATTER = 1.5
+
 #: A device that is busy for less than this share of the step waits for the host.
 _BUSY = 0.9
 
@@ -50,7 +53,7 @@ class Comparison:
         over: the name of the other rung.
         gain: what was measured, or None where nothing may be said of its speed.
         claim: what may be claimed; "none" where the measured gain is not the rung's own.
-        reason: why there is no claim, or what probably makes it slower; else empty.
+        reason: why there is no claim or no telling, or what probably makes it slower; else empty.
     """
 
     over: str
@@ -129,14 +132,14 @@ class RungResult:
         for name in names:
             for r in self.rounds:
                 found = [part for part in r.parts if part.name == name]
-                for part in found or [Part(name, "absent", "the step does not contain it")]:
+                for part in found or [Part(name, "absent", "the step did not call it")]:
                     if part.implementation != "triton":
                         return part
         return None
 
 
 def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Comparison:
-    """What may be said of `this` over `other`, which differ by the parts `fused` (names), torch's own ones left out."""
+    """What may be said of `this` over `other`, which differ by the ops `fused` (and by what is torch's own)."""
     over = other.rung.name
 
     def nothing(reason: str, gain: Gain | None = None) -> Comparison:
@@ -151,7 +154,7 @@ def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Compar
     gain = paired_gain(other.times, this.times)
     part = this.served_by_reference(fused)
     if part is not None:
-        return nothing(f"{part.name} ran as its reference, not fused: {part.reason}", gain)
+        return nothing(f"the fused part {part.name} ran as its reference, not fused: {part.reason}", gain)
     for result in (other, this):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:
             return nothing(
@@ -164,7 +167,8 @@ def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Compar
     if gain.is_faster:
         return Comparison(over, gain, "faster", "")
     if not gain.is_slower:
-        return Comparison(over, gain, "no difference", "the interval holds 1")
+        scattered = gain.high is not None and gain.high > _SCATTER * gain.low
+        return Comparison(over, gain, "no difference", "the rounds scatter too widely" if scattered else "")
     return Comparison(over, gain, "slower", _likely_cause(this))
 
 

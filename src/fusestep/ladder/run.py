@@ -74,6 +74,12 @@ class Plan:
     parameters: int
     notes: tuple[str, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Every choice as plain values; the notes are for the reader of a report."""
+        fields = asdict(self)
+        del fields["notes"]
+        return fields
+
     def request(self, recipe: Recipe) -> Request:
         """The request that times a recipe."""
         return Request("time", recipe, self.model.to_dict(), self.data, self.batch, self.steps, self.device, self.seed)
@@ -190,7 +196,7 @@ def run(plan: Plan, rungs: Sequence[Rung], progress: Progress) -> Ladder:
                     results[name] = replace(results[name], rounds=rounds)
         progress(1.0, "done")
     return Ladder(
-        plan={**asdict(plan), "order": orders, "tokens_per_step": tokens, "gate_data": gate.DATA, "method": METHOD},
+        plan={**plan.as_dict(), "order": orders, "tokens_per_step": tokens, "gate_data": gate.DATA, "method": METHOD},
         environment=environment.describe(torch.device(plan.device)),
         rungs=_compared(results, rungs),
         notes=plan.notes,

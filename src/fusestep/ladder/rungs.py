@@ -42,7 +42,7 @@ class Rung:
         name: what --rungs calls it.
         summary: what it is, in a few words.
         change: from the recipe of the rung before to this one's.
-        fused: the part that must run as our kernel for the rung to mean anything; None where it is torch's own.
+        fused: the op that must run as our kernel for the rung to mean anything; None where the change is torch's own.
         slower_when: the likely cause when it does not pay, though everything runs as it should.
     """
 
@@ -75,14 +75,14 @@ RUNGS: tuple[Rung, ...] = (
         "fused-adam",
         "+ fusestep.optim.FusedAdam",
         _fused_adam,
-        "FusedAdam",
+        "adam",
         "the optimizer is a small part of this step: few parameters for this many tokens",
     ),
     Rung(
         "fused-norm",
         "+ fusestep.nn.FusedLayerNorm",
         _fused_norm,
-        "FusedLayerNorm",
+        "layer_norm",
         "norms are a small part of this step, or their rows are too few and narrow to fill the device",
     ),
     Rung(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95
 
 METHOD = (
-    "gain = exp(mean over rounds of ln(time of the other rung / time of this one)), each time the median of one "
-    "process; interval = Student's t over those paired logarithms, 95 %"
+    "gain = median over rounds of (time of the other rung / time of this one), each time the median of one process; "
+    "95 % interval = Student's t over the logarithms of those paired ratios, widened where need be to hold the gain"
 )
 
 
@@ -76,11 +76,14 @@ def paired_gain(other: Sequence[float], this: Sequence[float]) -> Gain:
         raise ValueError(f"paired_gain: got {len(other)} and {len(this)} rounds; pass as many of each, at least one.")
     logarithms = [math.log(a / b) for a, b in zip(other, this, strict=True)]
     rounds = len(logarithms)
-    middle = statistics.fmean(logarithms)
+    # One round that something else disturbed moves a mean far; it widens the interval, as it should, but not the gain.
+    middle = statistics.median(logarithms)
     if rounds < 2:
         return Gain(math.exp(middle), None, None, rounds)
+    mean = statistics.fmean(logarithms)
     half = student_quantile((1 + CONFIDENCE) / 2, rounds - 1) * statistics.stdev(logarithms) / math.sqrt(rounds)
-    return Gain(math.exp(middle), math.exp(middle - half), math.exp(middle + half), rounds)
+    low, high = min(mean - half, middle), max(mean + half, middle)
+    return Gain(math.exp(middle), math.exp(low), math.exp(high), rounds)
 
 
 @functools.cache

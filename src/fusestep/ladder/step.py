@@ -18,7 +18,7 @@ from fusestep.optim import FusedAdam
 
 @dataclass(frozen=True)
 class Part:
-    """One fused part of a step, and what serves it here: `implementation` is "triton" for our kernel."""
+    """An op of ours that a step called, and what it ran as: `implementation` is "triton" for our kernel."""
 
     name: str
     implementation: str
@@ -53,17 +53,9 @@ class Step:
             logits = self.model(tokens)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
-
-    def parts(self) -> list[Part]:
-        """Every kind of fused part in the step, and the implementation that serves it."""
-        found: dict[str, dispatch.Choice] = {}
-        for owner in (self.optimizer, *self.model.modules()):
-            if type(owner).__module__.startswith("fusestep.") and hasattr(owner, "implementation"):
-                found.setdefault(type(owner).__name__, owner.implementation())
-        return [Part(name, choice.implementation, choice.reason) for name, choice in found.items()]
 
     def optimizer_in_words(self) -> str:
         """The optimizer and, where torch chooses one by itself, its implementation."""
@@ -71,6 +63,15 @@ class Step:
             return f"fusestep.optim.{type(self.optimizer).__name__}"
         how = "foreach" if self._device_type == "cuda" else "one parameter at a time"
         return f"torch.optim.AdamW ({how}, torch's default on {self._device_type})"
+
+
+def parts_that_ran() -> list[Part]:
+    """Every op of ours that ran in this process, once for each way that it ran: what happened, not what should have."""
+    return [
+        Part(op, choice.implementation, choice.reason)
+        for op, choices in sorted(dispatch.decided().items())
+        for choice in sorted(choices, key=lambda choice: choice.reason)
+    ]
 
 
 def batches(

@@ -82,7 +82,7 @@ class CudaClock:
         torch.cuda.synchronize(self._device)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -91,7 +91,7 @@ class CudaClock:
 
     def hold(self, ms: float) -> bool:
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(int(ms * self.CYCLES_PER_MS))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(int(ms * self.CYCLES_PER_MS))
         return True
 
 

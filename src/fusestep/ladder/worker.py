@@ -26,7 +26,7 @@ from fusestep.dispatch import StrictFallbackError
 from fusestep.errors import UserError
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.rungs import Recipe
-from fusestep.ladder.step import Step, batches
+from fusestep.ladder.step import Step, batches, parts_that_ran
 from fusestep.ladder.timing import clock_of, measure
 from fusestep.models import GPTConfig
 
@@ -100,7 +100,7 @@ def perform(request: Request) -> dict[str, Any]:
     return {
         "timing": asdict(timing),
         "peak": asdict(peak.result),
-        "parts": [asdict(part) for part in step.parts()],
+        "parts": [asdict(part) for part in parts_that_ran()],
         "optimizer": step.optimizer_in_words(),
         "threads": torch.get_num_threads(),
     }
@@ -128,8 +128,12 @@ def answer(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the requests on stdin until it ends; replies go to the stdout that this process was started with."""
-    _end_with_parent()
+    """Answer the requests on stdin until it ends; replies go to the stdout that this process was started with.
+
+    Its one argument, if there is one, is the process to end with.
+    """
+    if len(sys.argv) > 1:
+        _end_with_parent(int(sys.argv[1]))
     # Whatever a library prints belongs on stderr: stdout carries replies alone.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -142,12 +146,13 @@ def main() -> None:
 
 def _in_child(line: str) -> dict[str, Any]:
     """Answer in a forked process. One that ends badly becomes a failure in one sentence, its stderr beside it."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise RuntimeError("CUDA was touched before the fork; a forked process cannot use it then.")
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        server = os.getpid()
         child = os.fork()
         if child == 0:
-            _be_child(line, output, errors)
+            _be_child(server, line, output, errors)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
         errors.seek(0)
@@ -155,11 +160,11 @@ def _in_child(line: str) -> dict[str, Any]:
         return reply
 
 
-def _be_child(line: str, output: IO[str], errors: IO[str]) -> NoReturn:
+def _be_child(server: int, line: str, output: IO[str], errors: IO[str]) -> NoReturn:
     """The forked process's life; it must never return into its parent's loop."""
     code = 1
     try:
-        _end_with_parent()
+        _end_with_parent(server)
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         json.dump(answer(line), output)
@@ -184,11 +189,13 @@ def failure(code: int, log: str) -> dict[str, Any]:
     return {"failed": why + ".", "log": log[-_LOG_CHARACTERS:]}
 
 
-def _end_with_parent() -> None:
-    """Have Linux end this process when the one that started it ends, however that one ends."""
+def _end_with_parent(parent: int) -> None:
+    """Have Linux end this process when `parent`, which started it, ends, however that one ends."""
     if FORKS:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it could be watched
+            os._exit(1)
 
 
 if __name__ == "__main__":

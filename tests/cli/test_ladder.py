@@ -1,0 +1,128 @@
+"""`fusestep ladder` as a person calls it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "fusestep", "ladder"]
+SMALL = ["--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "12", "--gate-steps", "10", "--batch", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ladder")
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> subprocess.CompletedProcess[str]:
+    return call(*SMALL, "--out", "kept", folder=folder)
+
+
+def test_four_rungs_on_a_cpu_end_well_and_claim_nothing(finished: subprocess.CompletedProcess[str]) -> None:
+    assert finished.returncode == 0, finished.stderr
+    for name in ("adam", "fused-adam", "fused-norm", "amp"):
+        assert f"\n{name}" in finished.stdout
+    assert finished.stdout.count("reference, not fused") >= 2
+    assert "no speed-up is claimed" in finished.stdout
+    assert "Measured on the CPU" in finished.stdout
+    assert "TF32 is off" in finished.stdout
+
+
+def test_piped_progress_is_plain_lines_on_stderr(finished: subprocess.CompletedProcess[str]) -> None:
+    assert "round 2 of 2: timing amp" in finished.stderr
+    assert "\x1b" not in finished.stderr + finished.stdout
+    assert "\r" not in finished.stderr
+
+
+def test_the_files_agree_with_each_other(finished: subprocess.CompletedProcess[str], folder: Path) -> None:
+    kept = json.loads((folder / "kept" / "ladder.json").read_text())
+    with (folder / "kept" / "ladder.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert kept["schema"] == 1
+    assert kept["plan"]["batch"] == 2
+    assert kept["environment"]["command"].startswith("python -m fusestep ladder --preset tiny")
+    assert [rung["name"] for rung in kept["rungs"]] == [row["name"] for row in rows]
+    for rung, row in zip(kept["rungs"], rows, strict=True):
+        assert float(row["step_ms"]) == rung["step_ms"] > 0
+        assert len(rung["rounds"]) == 2
+        assert rung["gate_passed"]
+        assert len(rung["losses"]) == 10
+    assert [rung["claim_over_first"] for rung in kept["rungs"][1:]] == ["none"] * 3
+
+
+def test_a_second_ladder_does_not_overwrite_the_first(finished: subprocess.CompletedProcess[str], folder: Path) -> None:
+    before = (folder / "kept" / "ladder.json").read_bytes()
+    again = call(*SMALL, "--out", "kept", folder=folder)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "--out kept already holds a ladder" in again.stderr
+    assert (folder / "kept" / "ladder.json").read_bytes() == before
+
+
+def test_json_is_all_of_stdout(tmp_path: Path) -> None:
+    done = call(*SMALL, "--rungs", "adam", "--rounds", "1", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "ladder" / "ladder.json").read_text())
+
+
+def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+    done = call("--data", "text:/no/such/folder", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fusestep ladder: ")
+    assert done.stderr.count("\n") == 1
+    assert "/no/such/folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_stopping_it_leaves_no_worker_and_no_file(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    marked = {**ENVIRONMENT, "LADDER_TEST": str(tmp_path)}
+    with subprocess.Popen(
+        [*COMMAND, *SMALL, "--rounds", "50"], cwd=tmp_path, env=marked, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "trains on text" in line:
+                break
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == status
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+    # A process that its parent's death ends takes a moment to end.
+    deadline = time.monotonic() + 20
+    while (left := _marked_processes(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _marked_processes(mark: str) -> list[str]:
+    """Processes whose environment holds the mark, zombies left out."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            marked = f"LADDER_TEST={mark}".encode() in (folder / "environ").read_bytes()
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            continue
+        if marked:
+            found.append(folder.name)
+    return found

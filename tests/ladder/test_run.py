@@ -1,0 +1,179 @@
+"""The ladder end to end, on models so small that only the bookkeeping takes time."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusestep.errors import UserError
+from fusestep.ladder import Ladder, LadderConfig, ladder, processes
+from fusestep.ladder.processes import Workers
+from fusestep.ladder.run import orders_of_rounds, plan
+from fusestep.ladder.rungs import RUNGS, Rung, recipe_of
+
+SMALL = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=12, batch=2, device="cpu")
+
+
+def wrong_rung(name: str, **changes: object) -> Rung:
+    return Rung(name, "wrong on purpose", lambda recipe: replace(recipe, **changes), None, "")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def broken() -> Ladder:
+    """Two honest rungs, one that trains otherwise, one whose process crashes."""
+    rungs = (*RUNGS[:2], wrong_rung("impatient", lr=3e-3), wrong_rung("crashing", optimizer="none such"))
+    return ladder(SMALL, rungs=rungs)
+
+
+def test_an_honest_rung_passes_its_gate(broken: Ladder) -> None:
+    verdict = broken.rungs[1].verdict
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.deviation < 0.0005
+    assert len(broken.rungs[1].losses) == 12
+    assert broken.rungs[0].losses[-1] < broken.rungs[0].losses[0]
+
+
+def test_a_rung_that_trains_otherwise_fails_its_gate_and_gets_no_speed(broken: Ladder) -> None:
+    wrong = broken.rungs[2]
+    assert wrong.verdict is not None
+    assert not wrong.verdict.passed
+    assert wrong.over_first is not None
+    assert wrong.over_first.gain is None
+    assert "failed the correctness gate" in wrong.over_first.reason
+
+
+def test_a_crash_stops_its_own_rung_alone(broken: Ladder) -> None:
+    crashed = broken.rungs[3]
+    assert crashed.failure is not None
+    assert crashed.failure.startswith("its process ended with status 1: KeyError")
+    assert "Traceback" in crashed.log
+    assert crashed.rounds == ()
+    assert all(len(result.rounds) == 2 for result in broken.rungs[:3])
+
+
+def test_on_a_cpu_a_fused_rung_is_the_reference_and_claims_nothing(broken: Ladder) -> None:
+    fused = broken.rungs[1]
+    assert [part.implementation for part in fused.rounds[0].parts] == ["torch"]
+    assert fused.over_first is not None
+    assert fused.over_first.claim == "none"
+    assert fused.over_first.reason.startswith("the fused part adam ran as its reference, not fused: ")
+    assert any(note.startswith("Measured on the CPU") for note in broken.notes)
+
+
+def test_raw_rounds_are_kept(broken: Ladder) -> None:
+    for result in broken.rungs[:3]:
+        for measured in result.rounds:
+            assert len(measured.timing.steps) == 12
+            assert measured.timing.first_step > 0
+            assert measured.peak.resident is not None
+            assert measured.peak.resident > 50 * 2**20
+
+
+def test_an_optimizer_of_torch_names_its_implementation(broken: Ladder) -> None:
+    assert broken.rungs[0].rounds[0].optimizer == (
+        "torch.optim.AdamW (one parameter at a time, torch's default on cpu)"
+    )
+
+
+def test_reverse_order_gives_the_same_peaks_however_large_the_parent_is() -> None:
+    """Nothing of an earlier rung is in a later one's memory, and nothing of the process that started it."""
+    ballast = bytearray(900 * 2**20)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    small = plan(replace(SMALL, steps=1, batch=1)).request(recipe_of("adam"))
+    large = replace(small, model={**small.model, "width": 512, "ffn_width": 4096, "context": 8})
+    peaks: dict[str, list[int]] = {"large": [], "small": []}
+    with Workers() as workers:
+        for order in (("large", "small"), ("small", "large")):
+            for name in order:
+                reply = workers.run(large if name == "large" else small)
+                assert reply.done is not None, reply
+                peaks[name].append(reply.done["peak"]["resident"])
+    for first, second in peaks.values():
+        assert first == pytest.approx(second, rel=0.03)
+    assert max(peaks["small"]) < 700 * 2**20
+    assert min(peaks["large"]) > max(peaks["small"]) + 100 * 2**20  # weights, gradients and moments of 10 M
+
+
+def test_orders_differ_between_rounds_and_repeat_with_the_seed() -> None:
+    names = [rung.name for rung in RUNGS]
+    orders = orders_of_rounds(names, 40, seed=3)
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert orders == orders_of_rounds(names, 40, seed=3)
+    assert orders != orders_of_rounds(names, 40, seed=4)
+    first = Counter(order[0] for order in orders)
+    assert all(first[name] >= 3 for name in names)
+
+
+def test_a_killed_process_is_a_sentence_and_the_next_request_is_answered() -> None:
+    request = plan(SMALL).request(recipe_of("adam"))
+    killed = [sys.executable, "-c", "import os, signal; input(); os.kill(os.getpid(), signal.SIGKILL)"]
+    with Workers(killed) as workers:
+        for _ in range(2):
+            reply = workers.run(request)
+            assert reply.failed is not None
+            assert reply.failed.startswith("its process was killed by SIGKILL, which is what a system does")
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    with Workers([sys.executable, "-c", "raise SystemExit('no torch here')"]) as workers:
+        reply = workers.run(plan(SMALL).request(recipe_of("adam")))
+    assert reply.failed == "its process ended with status 1: no torch here."
+
+
+def test_leaving_early_ends_the_worker() -> None:
+    with Workers([sys.executable, "-c", "import time; time.sleep(60)"]) as workers:
+        process = workers._start()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preset": "huge"}, "--preset is 'huge'; choose one of auto, tiny, mini, scaleup, gpt2"),
+        ({"rounds": 0}, "--rounds is 0"),
+        ({"steps": -3}, "--steps is -3"),
+        ({"gate_steps": 0}, "--gate-steps is 0"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"device": "tpu"}, "--device is 'tpu'"),
+        ({"device": "cuda:77"}, "--device cuda:77 is not there"),
+        ({"rungs": "apex"}, "no rung"),
+        ({"data": "audio:x"}, "audio"),
+        ({"data": "text:/no/such/folder"}, "/no/such/folder"),
+    ],
+)
+def test_a_config_that_cannot_be_is_one_sentence_before_anything_runs(
+    change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "COMMAND", ("/bin/false",))
+    with pytest.raises(UserError, match=message) as caught:
+        ladder(replace(SMALL, **change))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_preset_keeps_its_vocabulary_unless_the_data_needs_more(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    assert plan(SMALL).model.vocab_size == 96
+    assert plan(SMALL).gate_model.vocab_size == 256
+    assert plan(replace(SMALL, data=f"text:{text}")).model.vocab_size == 256
+    assert plan(replace(SMALL, preset="gpt2")).model.vocab_size == 50304
+
+
+def test_a_failed_baseline_leaves_the_others_measured_and_without_gains() -> None:
+    rungs = (
+        wrong_rung("nothing", optimizer="none such"),
+        Rung("adam", "", lambda r: replace(r, optimizer="torch"), None, ""),
+    )
+    result = ladder(replace(SMALL, rungs="1-2", rounds=1), rungs=rungs)
+    assert result.rungs[0].failure is not None
+    assert result.rungs[1].rounds
+    assert result.rungs[1].over_first is not None
+    assert result.rungs[1].over_first.gain is None
+    assert "nothing did not run" in result.rungs[1].over_first.reason
