@@ -128,6 +128,11 @@ def test_text_is_continued_as_text(fusestep: Any, text_run: Path) -> None:
     assert sample["continuation"] == generate(model, [sample["prompt"]], 30)[0].tolist()[6:]
 
 
+def test_several_texts_are_told_apart(fusestep: Any, text_run: Path) -> None:
+    _, out, _ = fusestep(text_run, "--prompt", "one", "--prompt", "two", "--tokens", 0)
+    assert out == "--- prompt 1 of 2\none\n\n--- prompt 2 of 2\ntwo\n"
+
+
 def test_text_without_a_prompt_begins_after_a_newline(fusestep: Any, text_run: Path) -> None:
     for arguments in ([], ["--prompt", ""]):
         answer = json.loads(fusestep(text_run, "--json", "--tokens", 3, *arguments)[1])

@@ -369,6 +369,7 @@ def test_wrong_tokens_are_refused_in_a_sentence(form: Form) -> None:
         (torch.zeros(1, 0, dtype=torch.int64), "a sequence of 0 tokens does not fit"),
         (torch.zeros(5, dtype=torch.int64), r"torch\.int64 of shape \(5,\); give int64 ids of shape"),
         (torch.zeros(1, 5), r"tokens are torch\.float32"),
+        (torch.zeros(1, 5, dtype=torch.uint8), r"tokens are torch\.uint8"),
         (torch.tensor([[3, 31]]), "token id 31 is outside the vocabulary of 31"),
         (torch.tensor([[-1, 3]]), "token id -1 is outside"),
     ):

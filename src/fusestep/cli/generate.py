@@ -137,9 +137,11 @@ def _as_dict(samples: list[_Sample], vocabulary: Bytes | Numbers, checkpoint: Ch
 
 def _as_text(samples: list[_Sample], vocabulary: Bytes | Numbers) -> str:
     parts = []
-    for sample in samples:
+    for number, sample in enumerate(samples, 1):
         if isinstance(vocabulary, Bytes):
-            parts.append(_printable(vocabulary.decode(sample.prompt + sample.continuation)))
+            # Texts have blank lines of their own, so that several need a mark between them.
+            title = f"--- prompt {number} of {len(samples)}\n" if len(samples) > 1 else ""
+            parts.append(title + _printable(vocabulary.decode(sample.prompt + sample.continuation)))
             continue
         line = f"prompt + generation: {vocabulary.decode(sample.prompt)} | {vocabulary.decode(sample.continuation)}"
         if sample.strides is not None:

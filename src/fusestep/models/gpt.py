@@ -73,7 +73,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token at every position.
 
-        Args: tokens: (B, T) int64, 1 ≤ T ≤ context, ids below vocab_size.
+        Args: tokens: (B, T) int64 or int32, 1 ≤ T ≤ context, ids below vocab_size.
         Returns: (B, T, vocab_size), in the dtype of the parameters, or of autocast.
         Raises: UserError for a wrong shape, and on the CPU for an id outside the vocabulary (on a GPU that check would
             make the host wait at every step; the data sources check ids on the host).
@@ -106,7 +106,7 @@ class GPT(nn.Module):
         return block(*inputs)
 
     def _check(self, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise UserError(
                 f"GPT: tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; give int64 ids of shape (batch, T)."
             )
