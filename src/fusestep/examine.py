@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 
 import torch
@@ -18,7 +18,7 @@ from fusestep.ops.registry import Op, Proof, load_catalogue
 VARIABLES = ("FUSESTEP_IMPL", "FUSESTEP_STRICT", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "CC")
 
 #: What Triton's first launch needs, by the names that --require knows.
-PARTS: Mapping[str, tuple[str, Callable[[], Support]]] = {
+PARTS: dict[str, tuple[str, Callable[[], Support]]] = {
     "compiler": ("C compiler", hardware.c_compiler),
     "headers": ("Python headers", hardware.python_headers),
     "cache": ("kernel cache", hardware.cache_folder),
