@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from fusestep import dispatch
+
+# How long an example takes says more about the machine's other work than about ours.
+hypothesis.settings.register_profile("fusestep", deadline=None)
+hypothesis.settings.load_profile("fusestep")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
