@@ -28,6 +28,8 @@ from fusestep.train.config import read_config_file, settings_of
         ({"lr": 0}, "--lr is 0"),
         ({"lr": float("nan")}, "--lr is nan; pass a finite number"),
         ({"lr": float("inf")}, "--lr is inf; pass a finite number"),
+        ({"lr": 1e39}, "--lr is 1e+39"),
+        ({"batch": 2**20, "accumulate": 2**20}, "make steps of 1099511627776 sequences; pass at most"),
         ({"lr": "fast"}, "--lr is 'fast'; pass a number"),
         ({"warmup": -1}, "--warmup is -1"),
         ({"warmup": 20, "steps": 10}, "--warmup is 20, longer than the schedule of 10 steps"),
@@ -49,6 +51,7 @@ from fusestep.train.config import read_config_file, settings_of
         ({"seed": 2**63}, "below 2^63"),
         ({"model": {"depth": 3}}, "the model table has 'depth'; it may set vocab_size, width"),
         ({"model": {"width": "wide"}}, "model.width is 'wide'; pass a whole number"),
+        ({"model": {"layers": 10**30}}, "pass at most 16777216"),
         ({"model": 3}, "--model is 3; pass a table"),
     ],
 )

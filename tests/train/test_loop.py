@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     sentence = str(raised.value)
     assert f"the loss became {bad} at step 7, with learning rate 0.00" in sentence
     assert "lower --lr" in sentence
-    assert "step-00000006; go on from it with: fusestep train --resume" in sentence
+    assert "step-00000006, go on from it with: fusestep train --resume" in sentence
     found = checkpoint.newest(Path(config.out))
     assert found is not None
     assert found.step == 6
@@ -363,6 +363,24 @@ def test_out_of_memory_names_the_peak_its_parts_and_what_to_lower(
         assert part in sentence
     assert "lower --batch, such as --batch 3 --accumulate 4, or pass --activation-checkpointing" in sentence
     assert not Path(config.out).exists()
+
+
+def test_out_of_memory_in_the_middle_of_a_run_names_the_checkpoint_to_go_on_from(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def exhausted(self: Trainer) -> torch.Tensor:
+        if self.step == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", exhausted)
+    with pytest.raises(UserError, match="step-00000004, go on from it with: fusestep train --resume"):
+        train(tiny(save_every=2))
+    found = checkpoint.newest(Path(tiny().out))
+    assert found is not None
+    assert found.step == 4
 
 
 def test_other_errors_keep_their_traceback(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,6 +388,6 @@ def _disk_sentence(run: Path, step: int, error: OSError) -> str:
     complete = _complete(run)
     last = f"the last good one, {complete[-1]}, is untouched" if complete else "there is none before it"
     return (
-        f"the checkpoint of step {step} could not be written ({error.strerror or error}); {last}. "
-        f"Free some space in {run}, then go on with --resume --out {run}."
+        f"the checkpoint of step {step} could not be written ({error.strerror or error}); {last}; "
+        f"free some space in {run}, then go on with --resume --out {run}."
     )

@@ -26,6 +26,9 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 #: Dimensions of the model that a config file's `model` table may set in place of the preset's.
 MODEL_FIELDS = ("vocab_size", "width", "heads", "layers", "ffn_width", "context", "tied_head")
 
+#: Sequences in one step, and any dimension of the model; more is a slip of the keyboard.
+MAXIMUM_WINDOW = MAXIMUM_DIMENSION = 2**24
+
 #: The least compute capability that computes in a 16-bit format at speed.
 _CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
 
@@ -93,9 +96,14 @@ class TrainConfig:
                 raise UserError(f"the model table has {name!r}; it may set {', '.join(MODEL_FIELDS)}.")
         for name in ("steps", "batch", "accumulate"):
             self._at_least(name, 1)
+        if self.window > MAXIMUM_WINDOW:
+            raise UserError(
+                f"--batch {self.batch} and --accumulate {self.accumulate} make steps of {self.window} sequences; "
+                f"pass at most {MAXIMUM_WINDOW}."
+            )
         for name in ("warmup", "schedule_steps", "weight_decay", "clip", "eval_every", "save_every", "seed"):
             self._at_least(name, 0)
-        if not self.lr > 0:
+        if not 0 < self.lr <= torch.finfo(torch.float32).max:
             raise UserError(f"--lr is {self.lr}; pass a learning rate above 0, such as 3e-4.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout is {self.dropout}; pass a probability from 0 up to, not including, 1.")
@@ -164,6 +172,8 @@ class TrainConfig:
             object.__setattr__(self, name, _checked(option(name), value, kind))
         for name, value in self.model.items():
             _checked(f"model.{name}", value, bool if name == "tied_head" else int)
+            if value > MAXIMUM_DIMENSION:
+                raise UserError(f"model.{name} is {value}; pass at most {MAXIMUM_DIMENSION}.")
 
     def _check_device(self) -> None:
         """Refuse a GPU that is not there, and a precision that the GPU has no units for."""

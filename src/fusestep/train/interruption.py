@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -39,4 +40,6 @@ class Interruption:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-        self._on_first(self.signal)
+        # Python refuses to print while the interrupted code is printing; then the notice is left out.
+        with contextlib.suppress(RuntimeError):
+            self._on_first(self.signal)

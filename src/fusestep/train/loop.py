@@ -64,7 +64,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
     Raises: UserError, without touching an earlier checkpoint, for bad data, a folder that is in use, a loss that is not
         finite, memory or disk that is full, a damaged checkpoint.
     """
-    config = config.resolved()
     with _repeatable(config.deterministic), contextlib.closing(_Run(config, progress or Progress())) as run:
         try:
             with Interruption(run.interrupted) as interruption:
@@ -78,12 +77,14 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
 class _Run:
     """One process's share of a run."""
 
-    def __init__(self, config: TrainConfig, progress: Progress) -> None:
-        self.config = config
+    def __init__(self, asked: TrainConfig, progress: Progress) -> None:
+        config = self.config = asked.resolved()
+        self.preset_is_automatic = asked.preset == "auto"
         self.progress = progress
         self.device = config.torch_device()
         self.folder = RunFolder(config.out, resume=config.resume)
         self.trainer: Trainer | None = None
+        self.has_begun = False
         self.last: dict[str, Any] = {}
         self.eval_loss: float | None = None
         self.saved: Path | None = None
@@ -104,16 +105,15 @@ class _Run:
 
         contents = self._contents(trainer, source)
         readings = Readings(self.device)
-        has_begun = False
         progress.start(trainer.step, config.steps)
         while trainer.step < config.steps and interruption.signal is None:
             readings.start()
             values = trainer.train_step()
             readings.finish(trainer.step, values)
-            if not has_begun:
+            if not self.has_begun:
                 # Now it is known that a step fits into memory, so the folder is worth making.
                 self.folder.begin(contents, last_step=trainer.step - 1)
-                has_begun = True
+                self.has_begun = True
             is_due = _is_due(trainer.step, config.eval_every) or _is_due(trainer.step, config.save_every)
             self._record(trainer, readings.ready(wait=is_due))
             if _is_due(trainer.step, config.eval_every):
@@ -121,7 +121,7 @@ class _Run:
             if _is_due(trainer.step, config.save_every):
                 self._save(trainer, contents)
         self._record(trainer, readings.ready(wait=True))
-        if has_begun and self.saved_step != trainer.step:
+        if self.has_begun and self.saved_step != trainer.step:
             self._save(trainer, contents)
         progress.stop()
 
@@ -145,7 +145,7 @@ class _Run:
             accumulates_in_fp32=trainer is not None and trainer.accumulates_in_fp32,
             peak=peak,
         )
-        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self._last_good()
+        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self._and_then()
 
     def _restore(self, trainer: Trainer, source: Source) -> None:
         found = checkpoint.newest(Path(self.config.out))
@@ -170,10 +170,13 @@ class _Run:
         self.progress.say(trainer.model.describe())
         choice = dispatch.explain_choice("the optimizer and the fused norms", device.type, device.index)
         kernels = "our Triton kernels" if choice.implementation == "triton" else "the PyTorch reference"
+        preset = config.preset
+        if self.preset_is_automatic:
+            preset += ", since there is a GPU" if device.type == "cuda" else ", the one for a CPU"
         weights = "" if config.weights == "fp32" else f", weights {config.weights} with fp32 masters"
         self.progress.say(f"device: {name} | fused parts run as {kernels}: {choice.reason}")
         self.progress.say(
-            f"data: {config.data} | {config.steps} steps of {trainer.tokens_per_step:,} tokens "
+            f"preset: {preset} | data: {config.data} | {config.steps} steps of {trainer.tokens_per_step:,} tokens "
             f"({config.batch} × {config.accumulate} sequences of {trainer.model.config.context}) | "
             f"precision {config.precision}{weights}"
         )
@@ -204,10 +207,10 @@ class _Run:
             self.folder.write(row)
             self.last = row
             if not math.isfinite(loss):
+                others = ", or pass --precision bf16" if self.config.precision == "fp16" else ""
                 raise UserError(
                     f"the loss became {loss} at step {reading.step}, with learning rate {lr:.3g}; lower --lr, raise "
-                    f"--warmup, or set --clip 1{' or --precision bf16' * (self.config.precision == 'fp16')}."
-                    + self._last_good()
+                    f"--warmup, or set --clip 1{others}{self._and_then()}"
                 )
             self.progress.update(row, memory.in_use(self.device))
 
@@ -250,10 +253,13 @@ class _Run:
             f"{math.log(source.vocab_size):.4f}"
         )
 
-    def _last_good(self) -> str:
-        if self.saved is None:
-            return f" There is no checkpoint yet: --resume starts over in {self.config.out}."
-        return f" The last good checkpoint is {self.saved}; go on from it with: {self._resume_command()}"
+    def _and_then(self) -> str:
+        """The end of a sentence about what ended the run: where it can be taken up again."""
+        if self.saved is not None:
+            return f"; the last good checkpoint is {self.saved}, go on from it with: {self._resume_command()}"
+        if self.has_begun:
+            return f"; there is no checkpoint yet, start over with: {self._resume_command()}"
+        return "."
 
     def _resume_command(self) -> str:
         return f"fusestep train --resume --out {shlex.quote(self.config.out)}"

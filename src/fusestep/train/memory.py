@@ -50,7 +50,7 @@ def parts(model: nn.Module | None, *, has_masters: bool, accumulates_in_fp32: bo
 
 
 def sentence(device: torch.device, parts: dict[str, int], peak: int, batch: int, accumulate: int) -> str:
-    """Out of memory, in one sentence: the peak, its largest parts, what to lower."""
+    """Out of memory: the peak, its largest parts, what to lower; a sentence without its full stop."""
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
     if not next(iter(parts)).startswith("activations"):
@@ -61,4 +61,4 @@ def sentence(device: torch.device, parts: dict[str, int], peak: int, batch: int,
         mend = f"lower --batch, such as {smaller}, or pass --activation-checkpointing"
     else:
         mend = "pass --activation-checkpointing, or choose a smaller --preset"
-    return f"out of memory on {where} after a peak of {peak / GIB:.2f} GiB (in GiB: {listed}); {mend}."
+    return f"out of memory on {where} after a peak of {peak / GIB:.2f} GiB (in GiB: {listed}); {mend}"
