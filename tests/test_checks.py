@@ -157,7 +157,7 @@ def test_every_op_lists_its_launches() -> None:
 LAYERS = [
     {"errors", "language", "tables"},
     {"hardware"},
-    {"dispatch"},
+    {"dispatch", "precision"},
     {"ops"},
     {"nn", "optim", "explain", "doctor"},
     {"models", "data"},

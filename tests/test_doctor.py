@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusestep
-from fusestep import dispatch, examine, hardware
+from fusestep import dispatch, examine, hardware, precision
 from fusestep.doctor import OpReport, Report
 from fusestep.errors import UserError
 from fusestep.hardware import Device, Support
@@ -60,7 +60,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {"cuda": {0: Support(True, "Triton on Hopper"), 1: old}}
     monkeypatch.setattr(hardware, "cuda_support", lambda: Support(True, "2 CUDA devices"))
     monkeypatch.setattr(hardware, "devices", lambda: chips)
-    monkeypatch.setattr(hardware, "fp8_support", lambda i: hardware.fp8_by_capability(chips[i], "13.0"))
+    monkeypatch.setattr(precision, "fp8_support", lambda i: precision.fp8_by_capability(chips[i], "13.0"))
     monkeypatch.setattr(
         hardware, "triton_support", lambda kind, i: kernels[kind][i] if kind in kernels else Support(False, "on a CPU")
     )

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import torch
 
-from fusestep import dispatch, hardware
+from fusestep import dispatch, hardware, precision
 from fusestep.doctor import DeviceReport, Environment, OpReport, Report
 from fusestep.hardware import Support
 from fusestep.language import TRITON_IMPORT_ERROR, triton
@@ -83,8 +83,8 @@ def _device(device: hardware.Device) -> DeviceReport:
         memory=device.memory,
         free_memory=torch.cuda.mem_get_info(device.index)[0],
         triton=Support(choice.implementation == "triton", choice.reason),
-        bf16=hardware.bf16_support(device.index),
-        fp8=hardware.fp8_support(device.index),
+        bf16=precision.bf16_support(device.index),
+        fp8=precision.fp8_support(device.index),
     )
 
 

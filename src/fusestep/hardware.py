@@ -26,11 +26,6 @@ from fusestep.language import TRITON_IMPORT_ERROR, interpreted, tl, triton
 #: Triton serves Ampere and newer; older chips lack bf16 arithmetic and the async copies that our kernels expect.
 MINIMUM_CAPABILITY = (8, 0)
 
-#: FP8 tensor cores came with Ada (8.9) and Hopper (9.0); Blackwell's need a torch built for CUDA 12.8.
-FP8_CAPABILITY = (8, 9)
-BLACKWELL_CAPABILITY = (10, 0)
-BLACKWELL_CUDA = (12, 8)
-
 #: Where Linux says which NVIDIA driver is loaded.
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
@@ -59,6 +54,11 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 # Devices and driver
 
 
@@ -74,7 +74,7 @@ def cuda_support() -> Support:
         torch.cuda.init()
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
         # torch raises here for no driver, a driver older than its CUDA, and no device; its first line says which.
-        reason = _first_line(error).rstrip(".")
+        reason = first_line(error).rstrip(".")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             reason += f" (CUDA_VISIBLE_DEVICES is {visible!r})"
@@ -274,58 +274,8 @@ def _launch_failure(index: int) -> str | None:
             _probe_kernel[(1,)](value, enable_fp_fusion=True)  # as every launch of ours
             right = value.item() == 2.0
     except Exception as error:  # whatever Triton, its compiler or the driver raise is the answer here
-        return f"{type(error).__name__}: {_first_line(error)}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None if right else "the probe kernel ran and wrote a wrong value"
-
-
-# Number formats
-
-
-def bf16_support(index: int) -> Support:
-    """Whether a CUDA device computes in bf16 itself."""
-    return _at_least(devices()[index], MINIMUM_CAPABILITY, "bf16 arithmetic")
-
-
-@functools.cache
-def fp8_support(index: int) -> Support:
-    """Whether a CUDA device multiplies FP8 matrices: by capability and torch's CUDA, then by doing it."""
-    told = fp8_by_capability(devices()[index], torch.version.cuda)
-    if not told.ok:
-        return told
-    try:
-        # Ones on both sides: every element of the product is the inner dimension.
-        ones = torch.ones(16, 32, device=f"cuda:{index}").to(torch.float8_e4m3fn)
-        scale = torch.ones((), device=f"cuda:{index}")
-        product = torch._scaled_mm(ones, ones.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
-        right = bool((product == 32).all())
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return Support(False, f"{told.reason}, but a product failed ({type(error).__name__}: {_first_line(error)})")
-    return told if right else Support(False, f"{told.reason}, but a product came out wrong")
-
-
-def fp8_by_capability(device: Device, cuda: str | None) -> Support:
-    """What the table says of FP8 on a device, for a torch that was built for this CUDA (None: for ROCm)."""
-    if cuda is None:
-        return Support(False, "FP8 is served on NVIDIA devices only, this torch is built for ROCm")
-    told = _at_least(device, FP8_CAPABILITY, "FP8 tensor cores")
-    if device.capability >= BLACKWELL_CAPABILITY and tuple(map(int, cuda.split("."))) < BLACKWELL_CUDA:
-        return Support(
-            False,
-            f"compute capability {dotted(device.capability)} needs a torch built for CUDA {dotted(BLACKWELL_CUDA)} "
-            f"or newer, this one is built for {cuda}",
-        )
-    return told
-
-
-def _at_least(device: Device, needed: tuple[int, int], what: str) -> Support:
-    have = f"compute capability {dotted(device.capability)}"
-    if device.capability < needed:
-        return Support(False, f"{have}; {what} came with {dotted(needed)}")
-    return Support(True, f"{what} ({have})")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def reset() -> None:
@@ -341,6 +291,5 @@ def reset() -> None:
         python_headers,
         cache_folder,
         _triton_support,
-        fp8_support,
     ):
         known.cache_clear()

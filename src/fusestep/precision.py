@@ -1,0 +1,61 @@
+"""Which number formats a CUDA device computes in itself: bf16 and FP8, told in words."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fusestep import hardware
+from fusestep.hardware import Device, Support, dotted, first_line
+
+#: bf16 arithmetic came with Ampere.
+BF16_CAPABILITY = (8, 0)
+
+#: FP8 tensor cores came with Ada (8.9) and Hopper (9.0); Blackwell's need a torch built for CUDA 12.8.
+FP8_CAPABILITY = (8, 9)
+BLACKWELL_CAPABILITY = (10, 0)
+BLACKWELL_CUDA = (12, 8)
+
+
+def bf16_support(index: int) -> Support:
+    """Whether a CUDA device computes in bf16 itself."""
+    return _at_least(hardware.devices()[index], BF16_CAPABILITY, "bf16 arithmetic")
+
+
+@functools.cache
+def fp8_support(index: int) -> Support:
+    """Whether a CUDA device multiplies FP8 matrices: by capability and torch's CUDA, then by doing it."""
+    told = fp8_by_capability(hardware.devices()[index], torch.version.cuda)
+    if not told.ok:
+        return told
+    try:
+        # Ones on both sides: every element of the product is the inner dimension.
+        ones = torch.ones(16, 32, dtype=torch.float32, device=f"cuda:{index}").to(torch.float8_e4m3fn)
+        scale = torch.ones((), dtype=torch.float32, device=f"cuda:{index}")
+        product = torch._scaled_mm(ones, ones.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+        right = bool((product == 32).all())
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return Support(False, f"{told.reason}, but a product failed ({type(error).__name__}: {first_line(error)})")
+    return told if right else Support(False, f"{told.reason}, but a product came out wrong")
+
+
+def fp8_by_capability(device: Device, cuda: str | None) -> Support:
+    """What the table says of FP8 on a device, for a torch that was built for this CUDA (None: for ROCm)."""
+    if cuda is None:
+        return Support(False, "FP8 is served on NVIDIA devices only, this torch is built for ROCm")
+    told = _at_least(device, FP8_CAPABILITY, "FP8 tensor cores")
+    if device.capability >= BLACKWELL_CAPABILITY and tuple(map(int, cuda.split("."))) < BLACKWELL_CUDA:
+        return Support(
+            False,
+            f"compute capability {dotted(device.capability)} needs a torch built for CUDA {dotted(BLACKWELL_CUDA)} "
+            f"or newer, this one is built for {cuda}",
+        )
+    return told
+
+
+def _at_least(device: Device, needed: tuple[int, int], what: str) -> Support:
+    have = f"compute capability {dotted(device.capability)}"
+    if device.capability < needed:
+        return Support(False, f"{have}; {what} came with {dotted(needed)}")
+    return Support(True, f"{what} ({have})")
