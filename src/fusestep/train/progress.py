@@ -56,7 +56,7 @@ class PlainLines(Progress):
 
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
-        self._every = max(1, steps // PLAIN_LINES)
+        self._every = -(-steps // PLAIN_LINES)
         self._pace = _Pace(step, steps)
         self._first = step + 1
 
