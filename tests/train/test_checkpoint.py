@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
-from fusestep.train import checkpoint, load_model
+from fusestep.train import checkpoint, durable, load_model
 
 CONFIG = GPTConfig(vocab_size=11, width=8, heads=2, layers=1, ffn_width=12, context=5)
 
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_nothing_else(
 ) -> None:
     save(tmp_path, 1)
     before = everything(tmp_path)
-    original, left = checkpoint._DurableFile.write, [at_byte]
+    original, left = durable.DurableFile.write, [at_byte]
 
     class FullFile:
         """A file on a disk with so many bytes left."""
@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_nothing_else(
             self._file = FullFile(self._file)
         return original(self, data)
 
-    monkeypatch.setattr(checkpoint._DurableFile, "write", write)
+    monkeypatch.setattr(durable.DurableFile, "write", write)
     with pytest.raises(UserError) as raised:
         save(tmp_path, 2)
     assert "step 2 could not be written" in str(raised.value)

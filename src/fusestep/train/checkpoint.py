@@ -13,11 +13,9 @@ the last good checkpoint stays.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import logging
-import os
 import re
 import shutil
 import zlib
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
+from fusestep.train.durable import TEMPORARY, DurableFile, sync_folder
 
 #: Raised by one whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -41,21 +40,10 @@ KEPT = 3
 
 FOLDER = "checkpoints"
 _MANIFEST, _WEIGHTS, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
-_PREFIX, _TEMPORARY = "step-", ".writing-"
+_PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 
 _DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 logger = logging.getLogger("fusestep")
 
@@ -108,21 +96,23 @@ def save(
     """
     folder = run / FOLDER
     final = folder / f"{_PREFIX}{step:08d}"
-    temporary = folder / f"{_TEMPORARY}{step:08d}"
+    temporary = folder / f"{TEMPORARY}{step:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run)
         temporary.mkdir()
         files = {}
-        with _DurableFile(temporary / _WEIGHTS) as file:
-            _write_safetensors(plain_names(weights), file)
+        with DurableFile(temporary / _WEIGHTS) as file:
+            host = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_names(weights).items()}
+            file.write(safetensors.torch.save(host, {"format": "pt"}))
+            del host
         files[_WEIGHTS] = file.fingerprint()
-        with _DurableFile(temporary / _STATE) as file:
+        with DurableFile(temporary / _STATE) as file:
             torch.save(dict(state), cast(IO[bytes], file))
         files[_STATE] = file.fingerprint()
         manifest = {"schema": SCHEMA, "step": step, "files": files}
         manifest |= {"config": dict(config), "model": dict(model), "data": dict(data)}
-        with _DurableFile(temporary / _MANIFEST) as file:
+        with DurableFile(temporary / _MANIFEST) as file:
             file.write(json.dumps(manifest, indent=1).encode())
         sync_folder(temporary)
         if final.exists():
@@ -256,106 +246,8 @@ def plain_name(name: str) -> str:
 
 def remove_leftovers(run: Path) -> None:
     """Remove what a killed process was writing or discarding."""
-    for path in (run / FOLDER).glob(f"{_TEMPORARY}*"):
+    for path in (run / FOLDER).glob(f"{TEMPORARY}*"):
         shutil.rmtree(path)
-
-
-def is_temporary(path: Path) -> bool:
-    """Whether a file or folder was being written and never got its name."""
-    return path.name.startswith(_TEMPORARY)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file: complete with the new text, or as it was."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    try:
-        temporary.unlink(missing_ok=True)
-        with _DurableFile(temporary) as file:
-            file.write(text.encode())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-class _DurableFile:
-    """A file to write once: counts and checksums its bytes, and is on the disk when closed.
-
-    An OSError that `torch.save` hides behind an error of its own is raised again on leaving.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._error: OSError | None = None
-        self._bytes = 0
-        self._crc32 = 0
-
-    def write(self, data: Any) -> int:
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self._error = error
-            raise
-        self._bytes += written
-        self._crc32 = zlib.crc32(data, self._crc32)
-        return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fingerprint(self) -> dict[str, int]:
-        return {"bytes": self._bytes, "crc32": self._crc32}
-
-    def __enter__(self) -> _DurableFile:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            try:
-                self._file.close()
-            except OSError:
-                # What could not be written is still in the buffer; the first error says all.
-                if error is None:
-                    raise
-        if self._error is not None and error is not self._error:
-            raise self._error
-
-
-def _write_safetensors(tensors: Mapping[str, Tensor], file: _DurableFile) -> None:
-    """The safetensors format, one tensor after another, so that weights are never held twice.
-
-    The library's own writer needs numpy, gives no errno, and does not sync.
-    Format: https://huggingface.co/docs/safetensors: 8 bytes of header length, header in JSON, data.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        kind = _SAFETENSORS_NAMES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for tensor in tensors.values():
-        host = tensor.detach().cpu().contiguous()
-        if host.numel():
-            file.write(memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B"))
 
 
 def _complete(run: Path) -> list[Path]:
@@ -366,7 +258,7 @@ def _complete(run: Path) -> list[Path]:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint such that a kill meanwhile leaves no part of it under its name."""
-    doomed = path.with_name(f"{_TEMPORARY}{path.name}")
+    doomed = path.with_name(f"{TEMPORARY}{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fusestep.errors import UserError
-from fusestep.train import checkpoint
+from fusestep.train import checkpoint, durable
 
 #: Of config.json; raised whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -64,7 +64,7 @@ class RunFolder:
                 self._truncate_metrics(last_step)
                 checkpoint.remove_leftovers(self.path)
             text = json.dumps({"schema": SCHEMA, **contents}, indent=1)
-            checkpoint.write_atomically(self.path / CONFIG, text + "\n")
+            durable.write_atomically(self.path / CONFIG, text + "\n")
         except OSError as error:
             if is_new and self._descriptor is not None:
                 self.close()
@@ -123,7 +123,7 @@ class RunFolder:
         self._descriptor = descriptor
         # Again, with the lock held: another process may have started a run here meanwhile.
         self._check_new()
-        checkpoint.sync_folder(self.path.absolute().parent)
+        durable.sync_folder(self.path.absolute().parent)
 
     def _open_existing(self) -> None:
         if not (self.path / CONFIG).exists():
@@ -182,7 +182,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _is_leftover(path: Path) -> bool:
     """Whether a process that was killed while making the folder left this behind."""
-    return checkpoint.is_temporary(path) or (path.name == METRICS and path.stat().st_size == 0)
+    return durable.is_temporary(path) or (path.name == METRICS and path.stat().st_size == 0)
 
 
 def _finite(value: Any) -> Any:
