@@ -74,6 +74,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def flat(dense: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
 class DeviceArray:
     """A device tensor and the host's list that it was filled from: `update` uploads only what changed.
 

@@ -341,27 +341,34 @@ class StepPlan:
     def _run_references(
         self, groups: Sequence[dict[str, Any]], plan: DevicePlan, gradients: list[Tensor | None], divisor: float
     ) -> None:
-        members = [i for part in plan.references for i in part.members if gradients[i] is not None]
-        states = {i: state for i in members if (state := self.state_of[i]) is not None}
-        if not members:
-            return
-        torch._foreach_add_([states[i]["step"] for i in members], 1.0)
+        present = {i for part in plan.references for i in part.members if gradients[i] is not None}
+        plan.steps += torch.tensor([float(i in present) for i in plan.members]).to(plan.device)
         steps = dict(zip(plan.members, plan.steps.tolist(), strict=True))
         for part in plan.references:
-            present = [i for i in part.members if i in states]
-            if not present:
-                continue
-            group = groups[part.group]
-            adam_reference(
-                [real(self.parameters[i].detach()) for i in present],
-                [real(g) for g in (gradients[i] for i in present) if g is not None],
-                [real(states[i]["exp_avg"]) for i in present],
-                [real(states[i]["exp_avg_sq"]) for i in present],
-                [states[i]["master_param"] for i in present] if part.signature.has_master else [],
-                [steps[i] for i in present],
-                hyperparameters(group, float(group["lr"])),
-                divisor,
-            )
+            members = [i for i in part.members if i in present]
+            if members:
+                self._run_reference(groups[part.group], part, members, gradients, [steps[i] for i in members], divisor)
+
+    def _run_reference(
+        self,
+        group: dict[str, Any],
+        part: ReferencePart,
+        members: list[int],
+        gradients: list[Tensor | None],
+        steps: list[float],
+        divisor: float,
+    ) -> None:
+        states = [state for state in (self.state_of[i] for i in members) if state is not None]
+        adam_reference(
+            [real(self.parameters[i]) for i in members],
+            [real(gradient) for gradient in (gradients[i] for i in members) if gradient is not None],
+            [real(state["exp_avg"]) for state in states],
+            [real(state["exp_avg_sq"]) for state in states],
+            [state["master_param"] for state in states] if part.signature.has_master else [],
+            steps,
+            hyperparameters(group, float(group["lr"])),
+            divisor,
+        )
 
 
 def lies_on(lr: Tensor | float, device: torch.device) -> bool:
