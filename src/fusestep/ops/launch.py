@@ -3,6 +3,9 @@
 Triton's own launch works out anew, every time, which compiled kernel the arguments need: about half of what a launch
 costs the host. Here the compiled kernel is kept under all that it was specialised for, and called directly with
 addresses, which also spares the launcher a question to the driver for each pointer.
+
+- `launch(kernel, grid, device, *args, **options)` finds the compiled kernel from the arguments;
+- `PreparedLaunch` fixes all but the addresses beforehand, for a caller that makes the same launch again and again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
@@ -21,53 +24,93 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     Args:
         kernel: a `triton.jit` function whose constexpr parameters come last.
         grid: programs along one to three axes; an axis of 0 launches nothing.
+        device: of the tensors, with its index.
         args: the run-time arguments, in order: tensors, integers, floats, or None for a tensor that is not there.
         options: the constexpr parameters by name, num_warps and num_stages.
     """
     if 0 in grid:
-        return
-    if device.type != "cuda":  # the interpreter
-        kernel[grid](*args, **options)
-    elif device.index is None or device.index == torch.cuda.current_device():
-        _launch_on_current_device(kernel, grid, args, options)
-    else:  # Triton launches on the current device, not on its tensors' (triton#2441)
+        return None
+    if _elsewhere(device):
         with torch.cuda.device(device):
-            _launch_on_current_device(kernel, grid, args, options)
-
-
-def _launch_on_current_device(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+            return launch(kernel, grid, device, *args, **options)
     # The key is at least as fine as Triton's own specialisation: a pointer's type and its 16-byte alignment; of an
     # integer whether it is 1, divisible by 16, and wider than 32 bits; every constexpr and option.
-    key: list[Any] = [kernel, torch.cuda.current_device(), *options.items()]
+    key: list[Any] = [kernel, device, *options.items()]
     values: list[Any] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            key.append(arg.dtype)
-            key.append(address & 15 == 0)
-            values.append(address)
+            values.append(arg.data_ptr())
+            key.append((arg.dtype, values[-1] & 15 == 0))
         else:
+            values.append(arg)
             if type(arg) is int:
                 key.append((arg == 1, arg & 15 == 0, arg.bit_length() >> 5))
             else:
                 key.append(arg if arg is None else type(arg))
-            values.append(arg)
     found = _compiled.get(tuple(key))
-    if found is not None:
+    if found is None:
+        found = _compile_and_launch(kernel, grid, args, options)
+        if found is not None:
+            _compiled[tuple(key)] = found
+    else:
         compiled, constants = found
-        compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*values, *constants)
-        return
-    # Said outright, for the same numbers from every Triton: 3.10 changes its default, 3.9 warns of that.
-    compiled = kernel[grid](*args, enable_fp_fusion=True, **options)
-    if compiled is not None:  # the interpreter gives no kernel
-        _compiled[tuple(key)] = (compiled, _constants(kernel, len(args), options))
+        compiled[(*grid, 1, 1)[:3]](*values, *constants)
+    return None
 
 
-def _constants(kernel: Any, arguments: int, options: dict[str, Any]) -> tuple[Any, ...]:
-    """The values of the constexpr parameters, which a compiled kernel takes after its run-time arguments."""
-    if any(parameter.is_constexpr for parameter in kernel.params[:arguments]):
+class PreparedLaunch:
+    """A launch of which all is fixed but the tensors' addresses: it costs the host about half of `launch`.
+
+    Args:
+        kernel: a `triton.jit` function with tensors first, then numbers, then constexprs.
+        grid, device: as of `launch`.
+        numbers: the integers and floats that follow the tensors.
+        options: the constexpr parameters by name, num_warps and num_stages.
+    """
+
+    __slots__ = ("_compiled", "_device", "_grid", "_kernel", "_numbers", "_options")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, numbers: tuple[Any, ...], **options: Any
+    ) -> None:
+        self._kernel, self._grid, self._device, self._numbers, self._options = kernel, grid, device, numbers, options
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there."""
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(*tensors)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        key = tuple([address & 15 for address in addresses]) if bits & 15 else None
+        found = self._compiled.get(key)
+        if found is None:
+            found = _compile_and_launch(self._kernel, self._grid, (*tensors, *self._numbers), self._options)
+            if found is not None:
+                compiled, constants = found
+                self._compiled[key] = (compiled[(*self._grid, 1, 1)[:3]], (*self._numbers, *constants))
+        else:
+            run, fixed = found
+            run(*addresses, *fixed)
+        return None
+
+
+def _elsewhere(device: torch.device) -> bool:
+    """Whether a launch for `device` needs another current device: Triton asks no tensor for its own (triton#2441)."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+def _compile_and_launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """Launch through Triton; return the compiled kernel and its last arguments, or None from the interpreter."""
+    compiled = kernel[grid](*args, **options)
+    if compiled is None:
+        return None
+    if any(parameter.is_constexpr for parameter in kernel.params[: len(args)]):
         raise TypeError(f"launch: a constexpr of {kernel.__name__} was passed by position; pass it by name.")
     parameters = kernel.signature.parameters
-    return tuple(options.get(name, parameters[name].default) for name in kernel.arg_names[arguments:])
+    return compiled, tuple(options.get(name, parameters[name].default) for name in kernel.arg_names[len(args) :])

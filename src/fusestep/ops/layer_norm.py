@@ -74,7 +74,10 @@ def layer_norm(
         own, fp32 under CUDA autocast; CPU autocast does not touch it.
     Raises: UserError, before anything is launched, for shapes, dtypes or devices that do not fit.
     """
-    return normalise(True, "layer_norm", x, normalized_shape, weight, bias, eps, residual, memory_efficient)
+    result: Tensor | tuple[Tensor, Tensor] = normalise(
+        True, "layer_norm", x, normalized_shape, weight, bias, eps, residual, memory_efficient
+    )
+    return result
 
 
 catalogue(

@@ -66,96 +66,18 @@ def _name(centred: bool) -> str:
     return "layer_norm" if centred else "rms_norm"
 
 
-def _unsupported(*tensors: Tensor | None) -> str | None:
-    return "the kernels compute in fp32, not fp64" if computing_dtype(*tensors) == torch.float64 else None
+def _uses_triton(centred: bool, device: torch.device, compute: torch.dtype) -> bool:
+    return dispatch.uses_triton(_name(centred), device, None if compute is torch.float32 else _NO_DOUBLE)
 
 
-def _uses_triton(centred: bool, device: torch.device, *tensors: Tensor | None) -> bool:
-    return dispatch.uses_triton(_name(centred), device, _unsupported(*tensors))
+_NO_DOUBLE = "the kernels compute in fp32, not fp64"
 
 
 def explain(centred: bool, weight: Tensor | None, bias: Tensor | None) -> dispatch.Choice:
     """What a norm with these parameters gets; one without any is taken to be on torch's default device."""
     device = torch.get_default_device() if weight is None else weight.device
-    return dispatch.explain_choice(_name(centred), device.type, device.index, _unsupported(weight, bias))
-
-
-def _empty_forward(
-    total: Tensor, weight: Tensor | None, bias: Tensor | None, width: int, centred: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Unwritten y and statistics, for the kernels and for tracing."""
-    y = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
-    rows = total.numel() // width if width else 0
-    return y, total.new_empty((rows, statistics_columns(total.dtype, centred)), dtype=computing_dtype(total, weight, bias))
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0:
-        return _empty_forward(x, weight, bias, width, centred, dtype)
-    if not _uses_triton(centred, x.device, x, weight, bias):
-        y, _, statistics = forward_reference(x, None, weight, bias, width, eps, centred, dtype)
-        return y.contiguous(), statistics
-    y, statistics = _empty_forward(x, weight, bias, width, centred, dtype)
-    x, x_stride = _rows(x, width)
-    launch_forward(x, None, weight, bias, y, None, statistics, width, x_stride, width, eps)
-    return y, statistics
-
-
-def _forward_fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,  # noqa: ARG001
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _empty_forward(x, weight, bias, width, centred, dtype)
-
-
-def _forward_residual(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if x.numel() == 0:
-        return _forward_residual_fake(x, residual, weight, bias, width, eps, centred, dtype)
-    if not _uses_triton(centred, x.device, x, residual, weight, bias):
-        y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
-        return y.contiguous(), total.contiguous(), statistics
-    y, total, statistics = _forward_residual_fake(x, residual, weight, bias, width, eps, centred, dtype)
-    x, x_stride = _rows(x, width)
-    residual, residual_stride = _rows(residual, width)
-    launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps)
-    return y, total, statistics
-
-
-def _forward_residual_fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    width: int,
-    eps: float,  # noqa: ARG001
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.empty_like(x, dtype=sum_dtype(x, residual), memory_format=torch.contiguous_format)
-    y, statistics = _empty_forward(total, weight, bias, width, centred, dtype)
-    return y, total, statistics
+    unsupported = None if computing_dtype(weight, bias) is torch.float32 else _NO_DOUBLE
+    return dispatch.explain_choice(_name(centred), device.type, device.index, unsupported)
 
 
 def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
@@ -163,7 +85,52 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
 
 
-def _backward(
+def _run_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, x + residual or None, statistics), through the kernels or the reference."""
+    y, total, statistics = _unwritten(x, residual, weight, bias, width, centred, dtype)
+    if y.numel() == 0:
+        return y, total, statistics
+    if not _uses_triton(centred, x.device, statistics.dtype):
+        y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
+        return y.contiguous(), None if residual is None else total.contiguous(), statistics
+    x, x_stride = _rows(x, width)
+    residual_stride = width
+    if residual is not None:
+        residual, residual_stride = _rows(residual, width)
+    launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps)
+    return y, total, statistics
+
+
+def _unwritten(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What the forward returns, not yet written: for the kernels, and for tracing."""
+    normed = x.dtype if residual is None else sum_dtype(x, residual)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    total = None
+    if residual is not None:
+        total = torch.empty_like(x, dtype=normed, memory_format=torch.contiguous_format)
+    rows = x.numel() // width if width else 0
+    size = (rows, statistics_columns(normed, centred))
+    return y, total, torch.empty(size, dtype=computing_dtype(x, residual, weight, bias), device=x.device)
+
+
+def _run_backward(
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
@@ -176,47 +143,62 @@ def _backward(
     dtype: torch.dtype,
     weight_gradient: bool,
     bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _backward_fake(
-        dy,
-        dsum,
-        x,
-        statistics,
-        weight,
-        bias,
-        width,
-        centred,
-        from_output,
-        dtype,
-        weight_gradient,
-        bias_gradient,
-    )
-    if x.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
-    if not _uses_triton(centred, x.device, x, weight, bias, dy, dsum):
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), through the kernels or the reference; None for a gradient that is not wanted."""
+    dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    dweight = torch.empty_like(weight) if weight_gradient and weight is not None else None
+    dbias = torch.empty_like(bias) if bias_gradient and bias is not None else None
+    if dx.numel() == 0:
+        return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
+    if not _uses_triton(centred, x.device, statistics.dtype):
         dx, *gradients = backward_reference(dy, dsum, x, statistics, weight, bias, width, centred, from_output, dtype)
         for target, gradient in zip((dweight, dbias), gradients, strict=True):
-            if target.numel():
+            if target is not None:
                 target.copy_(gradient.reshape(target.shape))
         return dx.contiguous(), dweight, dbias
     dy, dy_stride = _rows(dy, width)
     x, x_stride = _rows(x, width)
-    launch_backward(
-        dy,
-        None if dsum is None else dsum.contiguous(),
-        x,
-        statistics,
-        weight,
-        bias,
-        dx,
-        dweight if weight_gradient else None,
-        dbias if bias_gradient else None,
-        width,
-        dy_stride,
-        x_stride,
-        from_output,
-    )
+    if dsum is not None:
+        dsum = dsum.contiguous()
+    launch_backward(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias, width, dy_stride, x_stride, from_output)
     return dx, dweight, dbias
+
+
+def _forward(x: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+    y, _, statistics = _run_forward(x, None, *parameters)
+    return y, statistics
+
+
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,  # noqa: ARG001
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    y, _, statistics = _unwritten(x, None, weight, bias, width, centred, dtype)
+    return y, statistics
+
+
+def _forward_residual_fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,  # noqa: ARG001
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    return _unwritten(x, residual, weight, bias, width, centred, dtype)
+
+
+def _backward(dy: Tensor, *parameters: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _run_backward(dy, *parameters)
+    # An op cannot return None: a gradient that is not wanted is an empty tensor.
+    return dx, dx.new_empty(0) if dweight is None else dweight, dx.new_empty(0) if dbias is None else dbias
 
 
 def _backward_fake(
@@ -234,9 +216,8 @@ def _backward_fake(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    # A gradient that nobody wants is an empty tensor, since an op cannot return None.
-    dweight = torch.empty_like(weight) if weight_gradient and weight is not None else x.new_empty(0)
-    dbias = torch.empty_like(bias) if bias_gradient and bias is not None else x.new_empty(0)
+    dweight = torch.empty_like(weight) if weight_gradient and weight is not None else dx.new_empty(0)
+    dbias = torch.empty_like(bias) if bias_gradient and bias is not None else dx.new_empty(0)
     return dx, dweight, dbias
 
 
@@ -244,7 +225,7 @@ _ROW_ARGUMENTS = "Tensor? weight, Tensor? bias, int width, float eps, bool centr
 norm_forward = define(f"norm_forward(Tensor x, {_ROW_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _forward_fake)
 norm_forward_residual = define(
     f"norm_forward_residual(Tensor x, Tensor residual, {_ROW_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    _forward_residual,
+    _run_forward,
     _forward_residual_fake,
 )
 norm_backward = define(
@@ -259,8 +240,24 @@ norm_backward = define(
 # ---- gradient
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing watches or traces the call, so that the op's implementation can be called without the op.
+
+    That spares the host a third of the call. Tracing, fake tensors, other subclasses and dispatch modes (activation
+    checkpointing that selects ops, counters of operations) see the op.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 class _Norm(torch.autograd.Function):
-    """y, or (y, x + residual), with the gradient in one kernel."""
+    """y, or (y, x + residual), with the gradient in one kernel.
+
+    `settings` are (width, eps, centred, dtype of y, whether to keep the output for backward).
+    """
 
     @staticmethod
     def forward(
@@ -269,62 +266,61 @@ class _Norm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        width: int,
-        eps: float,
-        centred: bool,
-        dtype: torch.dtype,
-        keep_output: bool,
+        settings: tuple[int, float, bool, torch.dtype, bool],
     ) -> Any:
-        if residual is None:
+        width, eps, centred, dtype, keep_output = settings
+        if _is_plain(x):
+            y, total, statistics = _run_forward(x, residual, weight, bias, width, eps, centred, dtype)
+        elif residual is None:
             y, statistics = norm_forward(x, weight, bias, width, eps, centred, dtype)
-            total = x
+            total = None
         else:
             y, total, statistics = norm_forward_residual(x, residual, weight, bias, width, eps, centred, dtype)
-        ctx.save_for_backward(y if keep_output else total, statistics, weight, bias)
-        ctx.settings = (width, eps, centred, keep_output, total.dtype)
-        ctx.input_dtypes = (x.dtype, None if residual is None else residual.dtype)
+        normed = x if total is None else total
+        ctx.save_for_backward(y if keep_output else normed, statistics, weight, bias)
+        ctx.settings = settings
+        ctx.dtypes = (normed.dtype, x.dtype, None if residual is None else residual.dtype)
+        if total is None:
+            return y
         ctx.set_materialize_grads(False)
-        return y if residual is None else (y, total)
+        return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
         kept, statistics, weight, bias = ctx.saved_tensors
-        width, eps, centred, from_output, dtype = ctx.settings
-        _, _, weight_gradient, bias_gradient, *_ = ctx.needs_input_grad
+        width, eps, centred, _, from_output = ctx.settings
+        dtype, x_dtype, residual_dtype = ctx.dtypes
+        x_needed, residual_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            dx, dweight, dbias = _differentiable_backward(
-                dy, dsum, kept, weight, bias, width, eps, centred, from_output, dtype
-            )
+        elif _is_plain(dy):
+            if torch.is_grad_enabled():  # create_graph=True
+                run = _differentiable_backward
+                dx, dweight, dbias = run(dy, dsum, kept, weight, bias, width, eps, centred, from_output, dtype)
+            else:
+                dx, dweight, dbias = _run_backward(
+                    *(dy, dsum, kept, statistics, weight, bias, width, centred, from_output, dtype),
+                    weight_needed,
+                    bias_needed,
+                )
         else:
             dx, dweight, dbias = norm_backward(
-                dy,
-                dsum,
-                kept,
-                statistics,
-                weight,
-                bias,
-                width,
-                centred,
-                from_output,
-                dtype,
-                weight_gradient,
-                bias_gradient,
+                *(dy, dsum, kept, statistics, weight, bias, width, centred, from_output, dtype),
+                weight_needed,
+                bias_needed,
             )
-        x_dtype, residual_dtype = ctx.input_dtypes
-        x_needed, residual_needed, *_ = ctx.needs_input_grad
+        dresidual = dx if residual_needed else None
+        if dx is not None and dx.dtype != x_dtype:
+            dx = dx.to(x_dtype)
+        if dresidual is not None and dresidual.dtype != residual_dtype:
+            dresidual = dresidual.to(residual_dtype)
         return (
-            _cast(dx, x_dtype) if x_needed else None,
-            _cast(dx, residual_dtype) if residual_needed else None,
-            dweight if weight_gradient else None,
-            dbias if bias_gradient else None,
-            *(None,) * 5,
+            dx if x_needed else None,
+            dresidual,
+            dweight if weight_needed else None,
+            dbias if bias_needed else None,
+            None,
         )
-
-
-def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
 
 
 def _differentiable_backward(
@@ -403,42 +399,59 @@ def normalise(
 ) -> Any:
     """Check the arguments, choose the output's dtype, and run; see layer_norm.layer_norm and rms_norm.rms_norm."""
     shape = tuple(normalized_shape)
-    _check(who, x, shape, weight, bias, residual)
-    normed_dtype = x.dtype if residual is None else sum_dtype(x, residual)
-    dtype = normed_dtype
-    if x.is_cuda and dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
+    others = _described("weight", weight), _described("bias", bias), _described("residual", residual)
+    check = _check.__wrapped__ if torch.compiler.is_compiling() else _check  # dynamo warns of a cache
+    width = check(who, shape, x.shape, x.dtype, x.device, *others)
+    dtype = x.dtype if residual is None else sum_dtype(x, residual)
+    if x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32
-    width = math.prod(shape)
     if eps is None:
-        eps = torch.finfo(computing_dtype(x, residual, weight)).eps
-    # What functorch calls a transform cannot look into our kernels; PyTorch's own operations it can.
+        eps = torch.finfo(computing_dtype(x, residual, weight, None)).eps
+    # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        if _uses_triton(centred, x.device, x, residual, weight, bias):
+        if _uses_triton(centred, x.device, computing_dtype(x, residual, weight, bias)):
             dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
         y, total, _ = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
         return y if residual is None else (y, total)
     keep_output = memory_efficient and torch.is_grad_enabled() and _output_suffices(x, weight, bias, centred)
-    return _Norm.apply(x, residual, weight, bias, width, float(eps), centred, dtype, keep_output)
+    return _Norm.apply(x, residual, weight, bias, (width, eps, centred, dtype, keep_output))
 
 
+@functools.lru_cache(maxsize=4096)
 def _check(
-    who: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    """One sentence for what cannot be normalised, before anything is written."""
-    if not shape or x.shape[-len(shape) :] != shape:
-        last = f"last dimension {x.shape[-1]}" if len(shape) == 1 and x.dim() else f"shape {tuple(x.shape)}"
+    who: str,
+    shape: tuple[int, ...],
+    x_shape: torch.Size,
+    x_dtype: torch.dtype,
+    device: torch.device,
+    *others: tuple[str, torch.Size, torch.dtype, torch.device] | None,
+) -> int:
+    """The width of a row; one sentence for what cannot be normalised, before anything is written.
+
+    `others` are weight, bias and residual. Kept for each combination, since it is asked for in every call.
+    """
+    if not shape or x_shape[-len(shape) :] != shape:
+        last = f"last dimension {x_shape[-1]}" if len(shape) == 1 and x_shape else f"shape {tuple(x_shape)}"
         mend = f"(..., {', '.join(map(str, shape))})" if shape else "at least one dimension to normalise over"
         raise UserError(
             f"{who}: x has {last} but normalized_shape is {shape}; pass x of shape {mend}, or normalise over "
-            f"{tuple(x.shape[-len(shape) :]) if shape else 'the last dimension'}."
+            f"{tuple(x_shape[-len(shape) :]) if shape else 'the last dimension'}."
         )
-    if x.dtype not in FLOATING:
-        raise UserError(f"{who}: x has dtype {x.dtype}; pass float32, bfloat16, float16 or float64.")
-    dispatch.one_device(who, x=x, weight=weight, bias=bias, residual=residual)
-    for name, tensor, wanted in (("weight", weight, shape), ("bias", bias, shape), ("residual", residual, x.shape)):
-        if tensor is None:
+    if x_dtype not in FLOATING:
+        raise UserError(f"{who}: x has dtype {x_dtype}; pass float32, bfloat16, float16 or float64.")
+    for other in others:
+        if other is None:
             continue
-        if tensor.shape != wanted:
-            raise UserError(f"{who}: {name} has shape {tuple(tensor.shape)}; pass one of shape {tuple(wanted)}.")
-        if tensor.dtype not in FLOATING:
-            raise UserError(f"{who}: {name} has dtype {tensor.dtype}; pass a floating-point tensor.")
+        name, other_shape, dtype, other_device = other
+        wanted = x_shape if name == "residual" else shape
+        if other_shape != wanted:
+            raise UserError(f"{who}: {name} has shape {tuple(other_shape)}; pass one of shape {tuple(wanted)}.")
+        if dtype not in FLOATING:
+            raise UserError(f"{who}: {name} has dtype {dtype}; pass a floating-point tensor.")
+        if other_device != device:
+            raise UserError(f"{who}: {name} is on {other_device} and x on {device}; move them to one device.")
+    return math.prod(shape)
+
+
+def _described(name: str, tensor: Tensor | None) -> tuple[str, torch.Size, torch.dtype, torch.device] | None:
+    return None if tensor is None else (name, tensor.shape, tensor.dtype, tensor.device)

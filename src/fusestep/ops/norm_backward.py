@@ -16,16 +16,18 @@ over blocks of columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusestep import hardware
 from fusestep.language import tl, triton
-from fusestep.ops.launch import launch
-from fusestep.ops.norm_forward import load_columns
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.norm_forward import COMPILED_WIDTHS, compilation, load_columns
 from fusestep.ops.registry import Compilation
 
 
@@ -83,10 +85,7 @@ def _norm_backward_kernel(
         mask = in_rows & in_width
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        if RELOAD:
-            weight = load_columns(weight_ptr, column, in_width, 1.0)
-        else:
-            weight = kept_weight
+        weight = load_columns(weight_ptr, column, in_width, 1.0) if RELOAD else kept_weight
         x_hat, rstd = _normalised(x, statistics_ptr, row, in_rows, weight, bias, STATISTICS, FROM_OUTPUT)
         # dy is 0 on padding, so that nothing of x̂ there, which is not 0, enters a sum.
         if WEIGHT_GRADIENT:
@@ -238,11 +237,26 @@ def _sum_partials_kernel(
         tl.store(first_ptr + column, gradient, mask=inside)
 
 
+#: Columns that the kernel for the means of a wide row takes at a time, and rows of partials that are added at a time.
+MEANS_BLOCK = 2048
+SUM_ROWS = 128
+
+
+def sum_columns(width: int) -> int:
+    """Columns a program of the second kernel.
+
+    One H200, bf16: with 32 columns (and 32 rows at a time) a backward of 16384 × 768 runs at 0.59 of the byte floor,
+    with 8 (and 128) at 0.68; from 2048 on 16 columns are as good, in half the programs.
+    """
+    return 8 if width <= 1024 else 16
+
+
 @dataclass(frozen=True)
 class BackwardLaunch:
     """How the backward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
 
-    A row wider than `block` takes the wide kernels, with `programs` for each block of columns.
+    A row wider than `block` takes the wide kernels, with `programs` for each block of columns. With `reload` the weight
+    is read for every tile instead of being kept in registers.
     """
 
     block: int
@@ -253,13 +267,45 @@ class BackwardLaunch:
     reload: bool = False
 
 
-def backward_launch(width: int, itemsize: int, multiprocessors: int, centred: bool) -> BackwardLaunch:
-    """The launch for rows of a width; `itemsize` is the bytes a column of all tensors that are read."""
+#: Bytes of shared memory for the tiles that are under way; every GPU since Ampere has at least 99 KiB a block.
+SHARED_MEMORY = 98304
+
+
+def backward_launch(
+    width: int, itemsize: int, weight_itemsize: int, multiprocessors: int, centred: bool
+) -> BackwardLaunch:
+    """The launch for rows of a width.
+
+    One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm: 0.70 and 0.77 at width 768, 0.87 and
+    0.89 at 2048, 0.92 and 0.95 at 4096, 0.94 and 0.97 at 8192. Fewer stages, more programs or more warps each cost
+    0.02 to 0.2. At 16384 a row of RMSNorm still fits in the registers of 16 warps if the weight does not stay there:
+    0.84 (0.75 if it does). LayerNorm has two sums to keep, spills, and falls to 0.47 or lower; the wide kernels read
+    their rows twice and reach 0.60.
+
+    Args:
+        width: columns of a row.
+        itemsize: bytes a column of all rows that are read: dy, x and dsum.
+        weight_itemsize: bytes a column of the weight.
+        multiprocessors: of the device.
+        centred: LayerNorm, whose bias gradient needs as many registers again.
+    """
     block = 1 << max(width - 1, 0).bit_length()
     if block > 8192:
-        return BackwardLaunch(512, 4, max(1, 4 * multiprocessors * 512 // block), 4, 3)
-    rows = max(1, min(32, 4096 // block))
-    return BackwardLaunch(block, rows, multiprocessors * (2 if block <= 1024 else 1), 4 if block <= 1024 else 8, 3)
+        if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
+            return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
+        return BackwardLaunch(2048, 4, max(1, multiprocessors * 2048 // width), 8, 3)
+    if block <= 1024:
+        rows, programs, warps, stages = min(128, 4096 // block), 2, 4, 4
+    elif block <= 4096:
+        rows, programs, warps, stages = 2, 2 if block == 2048 else 1, 8, 3
+    else:
+        rows, programs, warps, stages = 1, 1, 8, 3
+    # Of wider dtypes, and with dsum, fewer rows or stages fit.
+    while rows > 1 and (stages - 1) * rows * block * itemsize > SHARED_MEMORY:
+        rows //= 2
+    while stages > 1 and (stages - 1) * rows * block * itemsize > SHARED_MEMORY:
+        stages -= 1
+    return BackwardLaunch(block, rows, programs * multiprocessors, warps, stages)
 
 
 def norm_backward(
@@ -277,72 +323,154 @@ def norm_backward(
     x_stride: int,
     from_output: bool,
 ) -> None:
-    """Launch the backward on rows of `width` elements; dweight and dbias are written where given."""
-    device = x.device
-    rows, columns = statistics.shape
-    itemsize = dy.element_size() + x.element_size() + (0 if dsum is None else dsum.element_size())
-    choice = backward_launch(width, itemsize, hardware.multiprocessors(device.index or 0), columns > 1)
-    programs = min(choice.programs, -(-rows // choice.rows))
-    gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
-    partials = (
-        torch.empty((programs, len(gradients), width), dtype=torch.float32, device=device) if gradients else statistics
+    """Launch the backward on rows of `width`, `dy_stride` and `x_stride` apart; all else is contiguous.
+
+    dweight and dbias are written where given; bias is read where x is the output.
+    """
+    if not from_output:
+        bias = None
+    dtypes = tuple(
+        [None if tensor is None else tensor.dtype for tensor in (dy, dsum, x, weight, bias, dx, dweight, dbias)]
     )
-    bias = bias if from_output else None
-    constants = {
-        "WIDTH": width,
+    launches = _prepared(x.device, dtypes, *statistics.shape, width, dy_stride, x_stride, from_output)
+    partials = None
+    if launches.gradients:
+        size = (launches.programs, launches.gradients, width)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    if launches.means is None:
+        launches.rows(dy, dsum, x, weight, bias, statistics, dx, partials)
+    else:
+        means = torch.empty((statistics.shape[0], 2), dtype=torch.float32, device=x.device)
+        launches.means(dy, x, weight, bias, statistics, means)
+        launches.rows(dy, dsum, x, weight, bias, statistics, means, dx, partials)
+    if launches.total is not None:
+        if dweight is None:
+            launches.total(partials, dbias, None)
+        else:
+            launches.total(partials, dweight, dbias)
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The launches of one backward; `means` for wide rows, `total` where a parameter's gradient is wanted."""
+
+    programs: int
+    gradients: int
+    means: PreparedLaunch | None
+    rows: PreparedLaunch
+    total: PreparedLaunch | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    rows: int,
+    columns: int,
+    width: int,
+    dy_stride: int,
+    x_stride: int,
+    from_output: bool,
+) -> _Launches:
+    itemsize = sum(dtype.itemsize for dtype in dtypes[:3] if dtype is not None)
+    weight_itemsize = 0 if dtypes[3] is None else dtypes[3].itemsize
+    multiprocessors = hardware.multiprocessors(device.index or 0)
+    choice = backward_launch(width, itemsize, weight_itemsize, multiprocessors, columns > 1)
+    programs = min(choice.programs, -(-rows // choice.rows))
+    wanted = [dtype is not None for dtype in dtypes[-2:]]
+    common = {"WIDTH": width, "STATISTICS": columns, "FROM_OUTPUT": from_output}
+    constants = common | {
         "BLOCK": choice.block,
         "ROWS": choice.rows,
         "STAGES": choice.stages,
-        "STATISTICS": columns,
-        "FROM_OUTPUT": from_output,
-        "WEIGHT_GRADIENT": dweight is not None,
-        "BIAS_GRADIENT": dbias is not None,
+        "WEIGHT_GRADIENT": wanted[0],
+        "BIAS_GRADIENT": wanted[1],
         "num_warps": choice.warps,
     }
+    numbers = (rows, dy_stride, x_stride)
+    means = None
     if choice.block >= width:
-        launch(
-            _norm_backward_kernel,
-            (programs,),
-            device,
-            *(dy, dsum, x, weight, bias, statistics, dx, partials, rows, dy_stride, x_stride),
-            **constants,
-            RELOAD=choice.reload,
-        )
+        constants["RELOAD"] = choice.reload
+        main = PreparedLaunch(_norm_backward_kernel, (programs,), device, numbers, **constants)
     else:
-        means = torch.empty((rows, 2), dtype=torch.float32, device=device)
-        launch(
-            _row_means_kernel,
-            (rows,),
-            device,
-            *(dy, x, weight, bias, statistics, means, rows, dy_stride, x_stride),
-            WIDTH=width,
-            BLOCK=2048,
-            STATISTICS=columns,
-            FROM_OUTPUT=from_output,
-            num_warps=4,
-        )
-        launch(
-            _norm_backward_wide_kernel,
-            (-(-width // choice.block), programs),
-            device,
-            *(dy, dsum, x, weight, bias, statistics, means, dx, partials, rows, dy_stride, x_stride),
-            **constants,
-        )
-    if gradients:
-        # One H200, bf16: a backward at width 768 runs at 0.59 of the byte floor with 32 columns and 32 rows, at 0.68
-        # with 8 and 128; from 2048 on 16 columns are as good.
-        columns_a_program = 8 if width <= 1024 else 16
-        launch(
+        means = PreparedLaunch(_row_means_kernel, (rows,), device, numbers, **common, BLOCK=MEANS_BLOCK, num_warps=4)
+        blocks = -(-width // choice.block)
+        main = PreparedLaunch(_norm_backward_wide_kernel, (blocks, programs), device, numbers, **constants)
+    total = None
+    if any(wanted):
+        sums = sum_columns(width)
+        total = PreparedLaunch(
             _sum_partials_kernel,
-            (-(-width // columns_a_program), len(gradients)),
+            (-(-width // sums), sum(wanted)),
             device,
-            *(partials, gradients[0], gradients[1] if len(gradients) > 1 else None, programs),
+            (programs,),
             WIDTH=width,
-            ROWS=128,
-            COLUMNS=columns_a_program,
+            ROWS=SUM_ROWS,
+            COLUMNS=sums,
             num_warps=4,
         )
+    return _Launches(programs, sum(wanted), means, main, total)
 
 
 def compilations(centred: bool) -> Iterator[Compilation]:
-    return iter(())
+    """Every kernel at every launch choice; for the wider blocks also fp32 rows, dsum, and from the output."""
+    for width in COMPILED_WIDTHS:
+        variants = [("bf16", False, False), ("bf16", True, True), ("fp32", False, False), ("fp32", True, True)]
+        for element, has_dsum, from_output in variants if width > 512 else variants[:1]:
+            itemsize = 2 if element == "bf16" else 4
+            choice = backward_launch(width, (3 if has_dsum else 2) * itemsize, itemsize, 132, centred)
+            statistics = (2 if element == "bf16" else 3) if centred else 1
+            common: dict[str, Any] = {"WIDTH": width, "STATISTICS": statistics, "FROM_OUTPUT": from_output}
+            constexprs = common | {
+                "BLOCK": choice.block,
+                "ROWS": choice.rows,
+                "STAGES": choice.stages,
+                "WEIGHT_GRADIENT": True,
+                "BIAS_GRADIENT": centred,
+            }
+            read: dict[str, str | None] = {
+                "dy_ptr": element,
+                "x_ptr": element,
+                "weight_ptr": element,
+                "bias_ptr": element if centred and from_output else None,
+                "statistics_ptr": "fp32",
+            }
+            written: dict[str, str | None] = {
+                "dsum_ptr": element if has_dsum else None,
+                "dx_ptr": element,
+                "partials_ptr": "fp32",
+            }
+            numbers = {"rows": "i32", "dy_stride": "i32", "x_stride": "i32"}
+            label = f"{width}, {element}{', dsum' if has_dsum else ''}{', from the output' if from_output else ''}"
+            if choice.block >= width:
+                constexprs["RELOAD"] = choice.reload
+                yield compilation(
+                    _norm_backward_kernel, f"backward {label}", read | written, numbers, constexprs, choice.warps
+                )
+            else:
+                means: dict[str, str | None] = {"means_ptr": "fp32"}
+                yield compilation(
+                    _norm_backward_wide_kernel,
+                    f"wide backward {label}",
+                    read | written | means,
+                    numbers,
+                    constexprs,
+                    choice.warps,
+                )
+                yield compilation(
+                    _row_means_kernel,
+                    f"row means {label}",
+                    read | means,
+                    numbers,
+                    common | {"BLOCK": MEANS_BLOCK},
+                    4,
+                )
+        second = "bf16" if centred else None
+        yield compilation(
+            _sum_partials_kernel,
+            f"sum of partials {width}",
+            {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": second},
+            {"programs": "i32"},
+            {"WIDTH": width, "ROWS": SUM_ROWS, "COLUMNS": sum_columns(width)},
+            4,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from fusestep.ops import norm_backward, norm_forward
 from fusestep.ops.norm import norm_backward as backward_op
@@ -13,6 +14,7 @@ from fusestep.ops.norm import norm_forward_residual as residual_op
 from fusestep.ops.norm_reference import backward_reference, forward_reference
 from fusestep.ops.registry import Compilation, Proof, relative_error
 
+EPS = 1e-5
 # Rounding to bf16 once leaves about 2e-3 of relative error; sums of gradients are rounded at the end, once as well.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 # A usual width, an odd one, and one that is walked in blocks; kept small in the interpreter, which is slow.
@@ -26,18 +28,19 @@ def prove(centred: bool, device: torch.device) -> list[Proof]:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, width, device=device).add_(3.0).to(dtype)
             residual, dy, dsum = (torch.randn(rows, width, device=device).to(dtype) for _ in range(3))
-            weight, bias = torch.rand(width, device=device).add_(0.5), torch.randn(width, device=device)
-            parameters = (weight, bias if centred else None, width, 1e-5, centred, dtype)
-            y, _ = forward_op(x, *parameters)
-            y_sum, total, statistics = residual_op(x, residual, *parameters)
-            gradients = backward_op(dy, dsum, total, statistics, *parameters[:3], centred, False, dtype, True, centred)
-            wide = [None if t is None else t.double() for t in (weight, bias if centred else None)]
-            settings = (*wide, width, 1e-5, centred, torch.float64)
-            y_true, _, _ = forward_reference(x.double(), None, *settings)
+            weight = torch.rand(width, device=device).add_(0.5)
+            bias = torch.randn(width, device=device) if centred else None
+            y, _ = forward_op(x, weight, bias, width, EPS, centred, dtype)
+            y_sum, total, statistics = residual_op(x, residual, weight, bias, width, EPS, centred, dtype)
+            gradients = backward_op(
+                dy, dsum, total, statistics, weight, bias, width, centred, False, dtype, True, centred
+            )
+            y_true, _, _ = _exact(x, weight, bias, width, centred)
             # Compared from the sum as it was rounded, which is what is normalised.
-            y_sum_true, _, exact = forward_reference(total.double(), None, *settings)
+            y_sum_true, _, exact = _exact(total, weight, bias, width, centred)
             true = backward_reference(
-                dy.double(), dsum.double(), total.double(), exact, *wide, width, centred, False, torch.float64
+                *(dy.double(), dsum.double(), total.double(), exact, weight.double(), None),
+                *(width, centred, False, torch.float64),
             )
             name = f"{str(dtype).removeprefix('torch.')}{what}"
             errors = {
@@ -51,6 +54,12 @@ def prove(centred: bool, device: torch.device) -> list[Proof]:
             }
             proofs += [Proof(label, error, _TOLERANCE[dtype]) for label, error in errors.items()]
     return proofs
+
+
+def _exact(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference in float64."""
+    wide_bias = None if bias is None else bias.double()
+    return forward_reference(x.double(), None, weight.double(), wide_bias, width, EPS, centred, torch.float64)
 
 
 def compilations(centred: bool) -> Iterator[Compilation]:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 def computing_dtype(*tensors: Tensor | None) -> torch.dtype:
     """fp64 where any tensor is fp64, else fp32."""
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if is_double else torch.float32
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def statistics_columns(dtype: torch.dtype, centred: bool) -> int:

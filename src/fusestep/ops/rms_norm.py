@@ -69,7 +69,10 @@ def rms_norm(
         own, fp32 under CUDA autocast; CPU autocast does not touch it.
     Raises: UserError, before anything is launched, for shapes, dtypes or devices that do not fit.
     """
-    return normalise(False, "rms_norm", x, normalized_shape, weight, None, eps, residual, memory_efficient)
+    result: Tensor | tuple[Tensor, Tensor] = normalise(
+        False, "rms_norm", x, normalized_shape, weight, None, eps, residual, memory_efficient
+    )
+    return result
 
 
 catalogue(
