@@ -1,0 +1,197 @@
+"""The norm kernels through Triton's interpreter on tiny shapes, and how their launches are chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusestep.nn.functional import layer_norm, rms_norm
+from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops.norm import row_stride
+
+EPS = 1e-5
+#: The interpreter truncates where hardware rounds to bf16: one unit in the last place instead of half.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture
+def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wide kernels from 9 columns on, and fewer programs than tiles, so that every loop goes round."""
+
+    def forward(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
+        if width > 8:
+            return norm_forward.ForwardLaunch(8, 1, None, 1)
+        return norm_forward.ForwardLaunch(8, 2, 2, 1, 2, reload=False)
+
+    def backward(*_: object) -> norm_backward.BackwardLaunch:
+        return norm_backward.BackwardLaunch(8, 2, 2, 1, 2)
+
+    monkeypatch.setattr(norm_forward, "forward_launch", forward)
+    monkeypatch.setattr(norm_backward, "backward_launch", backward)
+    monkeypatch.setattr(norm_backward, "MEANS_BLOCK", 8)
+    for module in (norm_forward, norm_backward):
+        module._prepared.cache_clear()
+    yield
+    for module in (norm_forward, norm_backward):
+        module._prepared.cache_clear()
+
+
+def exact(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = x.double()
+    if kind == "layer_norm":
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    return y if bias is None else y + bias.double()
+
+
+def check(kind: str, x: Tensor, residual: Tensor | None, memory_efficient: bool = False) -> None:
+    """y and the gradients of x, residual, weight and bias against float64."""
+    width, dtype = x.shape[-1], x.dtype
+    x = x.detach().requires_grad_()
+    weight = (torch.rand(width) + 0.5).requires_grad_()
+    bias = torch.rand(width).requires_grad_() if kind == "layer_norm" else None
+    options = {"residual": residual, "memory_efficient": memory_efficient}
+    if kind == "layer_norm":
+        answer = layer_norm(x, (width,), weight, bias, EPS, **options)
+    else:
+        answer = rms_norm(x, (width,), weight, EPS, **options)
+    y, total = answer if residual is not None else (answer, x)
+    rounded = total.detach().double().requires_grad_()
+    truth = exact(kind, rounded, weight, bias)
+    dy = torch.randn(y.shape).to(dtype)
+    parameters = [t for t in (weight, bias) if t is not None]
+    true = [*torch.autograd.grad(truth, [rounded, *parameters], dy.double())]
+    outputs, gradients = [y], [dy]
+    if residual is not None:
+        dsum = torch.randn(y.shape).to(dtype)
+        outputs, gradients = [y, total], [dy, dsum]
+        true[0] = true[0] + dsum.double()
+        assert float((total.double() - x.double() - residual.double()).norm() / total.double().norm()) <= 6e-3
+    found = torch.autograd.grad(outputs, [x, *parameters], gradients)
+    tolerance = TOLERANCE[dtype] * (4 if memory_efficient else 1)
+    for value, exactly in zip([y, *found], [truth, *true], strict=True):
+        difference = (value.detach().double() - exactly.detach()).norm()
+        assert float(difference / exactly.detach().norm()) <= tolerance
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [5, 8, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_agree_with_float64(kind: str, width: int, dtype: torch.dtype) -> None:
+    check(kind, (torch.randn(9, width) * 2 + 5).to(dtype), None)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [5, 21])
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_kernels_with_residual_and_from_the_output(kind: str, width: int, memory_efficient: bool) -> None:
+    check(kind, torch.randn(5, width), torch.randn(5, width), memory_efficient)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [5, 21])
+def test_kernels_follow_row_strides(kind: str, width: int) -> None:
+    check(kind, torch.randn(5, 3 * width)[:, width : 2 * width], torch.randn(10, width)[::2])
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [5, 21])
+def test_kernels_keep_large_means(width: int) -> None:
+    x = 1e6 + torch.randn(4, width) * 2
+    y = layer_norm(x, (width,), eps=EPS)
+    truth = exact("layer_norm", x, torch.ones(width), None)
+    assert float((y.double() - truth).norm() / truth.norm()) <= 1e-5
+    constant = layer_norm(torch.full((3, width), 1e6), (width,))
+    assert not bool(constant.any())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("width", [1, 3, 37])
+def test_kernels_at_their_own_launches(width: int) -> None:
+    check("rms_norm", torch.randn(3, width) + 2, None)
+    if width > 1:
+        check("layer_norm", torch.randn(3, width), None)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [4, 20])
+def test_offsets_have_sixty_four_bits(width: int) -> None:
+    # Three rows 2^30 elements apart, in memory that is reserved but never touched between them.
+    base = torch.empty(2**31 + 64, dtype=torch.float16)
+    x = base.as_strided((3, width), (2**30, 1))
+    x.copy_(torch.randn(3, width))
+    check("layer_norm", x, None)
+
+
+@given(width=st.integers(1, 70000), streams=st.sampled_from([4, 6, 8, 12]), centred=st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, centred: bool) -> None:
+    choice = norm_backward.backward_launch(width, streams, 4, 132, centred)
+    if choice.block >= width:
+        tile = choice.rows * choice.block * (streams + (4 if choice.reload else 0))
+        assert (choice.stages - 1) * tile <= norm_backward.SHARED_MEMORY
+        assert choice.block < 2 * width or width == 1
+    assert choice.programs >= 1
+    assert choice.warps in (1, 2, 4, 8, 16)
+    assert choice.rows & (choice.rows - 1) == choice.block & (choice.block - 1) == 0
+
+
+@given(width=st.integers(1, 200000), multiprocessors=st.sampled_from([4, 46, 108, 132, 170]))
+@settings(deadline=None, max_examples=300)
+def test_forward_launch_is_lawful(width: int, multiprocessors: int) -> None:
+    choice = norm_forward.forward_launch(width, multiprocessors)
+    assert choice.block >= width or (width > norm_forward.WIDEST_ROW and choice.rows == 1)
+    assert choice.rows * choice.block <= 32768
+    assert 1 <= choice.warps <= 32
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "programs", "warps", "stages"),
+    [(768, 4, 264, 4, 4), (2048, 2, 264, 8, 3), (4096, 2, 132, 8, 3), (8192, 1, 132, 8, 3)],
+)
+def test_backward_launch_is_the_measured_one(width: int, rows: int, programs: int, warps: int, stages: int) -> None:
+    choice = norm_backward.backward_launch(width, 4, 2, 132, centred=True)
+    assert (choice.rows, choice.programs, choice.warps, choice.stages) == (rows, programs, warps, stages)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    steps=st.lists(st.sampled_from([1, 2]), min_size=4, max_size=4),
+    axes=st.integers(1, 2),
+)
+@settings(deadline=None, max_examples=300)
+def test_row_stride_describes_the_memory(sizes: list[int], order: object, steps: list[int], axes: int) -> None:
+    dimensions = list(range(len(sizes)))
+    order.shuffle(dimensions)  # type: ignore[attr-defined]
+    x = torch.arange(math.prod(2 * size for size in sizes)).view([2 * size for size in sizes])
+    for dimension, size in enumerate(sizes):
+        x = x.narrow(dimension, 0, size * steps[dimension])
+    x = x[tuple(slice(None, None, step) for step in steps[: len(sizes)])].permute(dimensions)
+    width = math.prod(x.shape[-axes:])
+    stride = row_stride(x, width)
+    if stride is not None:
+        assert torch.equal(x.as_strided((x.numel() // width, width), (stride, 1)), x.reshape(-1, width))
+
+
+def test_row_stride_sees_rows_of_a_slice_and_refuses_columns_of_one() -> None:
+    base = torch.randn(2, 5, 100)
+    assert row_stride(base[..., :30], 30) == 100
+    assert row_stride(base[:, 0, :30], 30) == 500
+    assert row_stride(base[..., ::2], 50) is None
+    assert row_stride(base.transpose(0, 1), 100) is None
+    assert row_stride(base[:1].expand(3, 5, 100)[:, :1], 100) == 0
