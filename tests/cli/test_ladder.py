@@ -39,7 +39,7 @@ def test_four_rungs_on_a_cpu_end_well_and_claim_nothing(finished: subprocess.Com
     for name in ("adam", "fused-adam", "fused-norm", "amp"):
         assert f"\n{name}" in finished.stdout
     assert finished.stdout.count("reference, not fused") >= 2
-    assert "no speed-up is claimed" in finished.stdout
+    assert "the fused part adam ran as its reference, not fused" in finished.stdout
     assert "Measured on the CPU" in finished.stdout
     assert "TF32 is off" in finished.stdout
 
@@ -63,7 +63,7 @@ def test_the_files_agree_with_each_other(finished: subprocess.CompletedProcess[s
         assert len(rung["rounds"]) == 2
         assert rung["gate_passed"]
         assert len(rung["losses"]) == 10
-    assert [rung["claim_over_first"] for rung in kept["rungs"][1:]] == ["none"] * 3
+    assert "faster" not in [rung["claim_over_first"] for rung in kept["rungs"]]
 
 
 def test_a_second_ladder_does_not_overwrite_the_first(finished: subprocess.CompletedProcess[str], folder: Path) -> None:

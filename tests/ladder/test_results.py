@@ -60,6 +60,13 @@ def test_a_part_that_ran_as_its_reference_claims_nothing_however_fast() -> None:
     assert compare(rung_result([5.0, 5.5, 5.2], parts=parts), BASE, NAMES[:1]).claim == "faster"
 
 
+def test_a_reference_that_is_slower_is_printed_as_a_loss() -> None:
+    parts = (FUSED[0], Part("layer_norm", "torch", "no GPU"))
+    comparison = compare(rung_result([20.0, 21.0, 20.5], parts=parts), BASE, NAMES)
+    assert comparison.claim == "slower"
+    assert comparison.reason.endswith("ran as its reference, not fused: no GPU")
+
+
 def test_a_part_that_is_not_in_the_step_claims_nothing() -> None:
     assert "did not call it" in compare(rung_result([5.0, 5.5, 5.2], parts=FUSED[:1]), BASE, NAMES).reason
 

@@ -29,9 +29,11 @@ def command(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Timed steps a process; 36 on a GPU, 24 on a CPU.")] = None,
     gate_steps: Annotated[
-        int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 60 on a CPU.")
+        int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 40 on a CPU.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step; 32 for mini, 16 for tiny.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences a step; by default 8 for tiny, 32 for mini and scaleup, 16 for gpt2.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, data and the order of the rungs.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder for ladder.json and ladder.csv.")] = Path("ladder"),

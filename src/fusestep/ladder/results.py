@@ -154,7 +154,8 @@ def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Compar
     gain = paired_gain(other.times, this.times)
     part = this.served_by_reference(fused)
     if part is not None:
-        return nothing(f"the fused part {part.name} ran as its reference, not fused: {part.reason}", gain)
+        why = f"the fused part {part.name} ran as its reference, not fused: {part.reason}"
+        return Comparison(over, gain, "slower", why) if gain.is_slower else nothing(why, gain)
     for result in (other, this):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:
             return nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,7 @@ from fusestep import hardware
 from fusestep.data import open_source
 from fusestep.errors import UserError
 from fusestep.ladder import environment, gate
-from fusestep.ladder.processes import Workers
+from fusestep.ladder.processes import ENVIRONMENT, Workers
 from fusestep.ladder.results import Ladder, Round, RungResult, compare
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung, recipe_of, select
 from fusestep.ladder.statistics import METHOD
@@ -23,7 +24,7 @@ from fusestep.language import interpreted
 from fusestep.models import GPT, PRESETS, GPTConfig
 
 #: Sequences in a batch where none are asked for; those of the speed targets.
-BATCH = {"tiny": 16, "mini": 32, "scaleup": 32, "gpt2": 16}
+BATCH = {"tiny": 8, "mini": 32, "scaleup": 32, "gpt2": 16}
 
 #: Called with the share of the work that is done and what is being done now.
 Progress = Callable[[float, str], None]
@@ -39,7 +40,7 @@ class LadderConfig:
         data: what the timed steps train on, as `fusestep.data.open_source` reads it; the gate has its own text.
         rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
         steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
-        gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 60 on a CPU.
+        gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 40 on a CPU.
         batch: sequences a step.
         device: "auto", "cpu", "cuda" or "cuda:1" and so on.
         seed: of weights, data and the order of the rungs.
@@ -130,7 +131,7 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
         data=config.data,
         rounds=config.rounds or (5 if on_gpu else 3),
         steps=steps_in_windows(config.steps or (36 if on_gpu else 24)),
-        gate_steps=config.gate_steps or (200 if on_gpu else 60),
+        gate_steps=config.gate_steps or (200 if on_gpu else 40),
         batch=config.batch or BATCH[preset],
         device=str(device),
         seed=config.seed,
@@ -196,7 +197,14 @@ def run(plan: Plan, rungs: Sequence[Rung], progress: Progress) -> Ladder:
                     results[name] = replace(results[name], rounds=rounds)
         progress(1.0, "done")
     return Ladder(
-        plan={**plan.as_dict(), "order": orders, "tokens_per_step": tokens, "gate_data": gate.DATA, "method": METHOD},
+        plan={
+            **plan.as_dict(),
+            "order": orders,
+            "tokens_per_step": tokens,
+            "gate_data": gate.DATA,
+            "method": METHOD,
+            "worker_environment": {**ENVIRONMENT, **{k: os.environ[k] for k in ENVIRONMENT if k in os.environ}},
+        },
         environment=environment.describe(torch.device(plan.device)),
         rungs=_compared(results, rungs),
         notes=plan.notes,

@@ -19,7 +19,8 @@ import torch
 #: Two warm-up windows whose times agree this closely end the warm-up.
 STABLE_WITHIN = 0.05
 _WARMUP_WINDOW = 3
-_WARMUP_WINDOWS = 12
+_WARMUP_WINDOWS = 10
+_WARMUP_LIMIT_MS = 5000.0
 
 #: Windows of n and 2n steps come in pairs.
 PAIRS = 4
@@ -190,7 +191,7 @@ def _steps_in_short_window(steps: int) -> int:
 
 
 def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) -> tuple[int, bool]:
-    """Run windows until two in a row agree and `least_ms` have passed; how many steps, and whether they agreed."""
+    """Run windows until two in a row agree, or enough have run; how many steps, and whether the last two agreed."""
     spent, count, previous = 0.0, 0, float("inf")
     while True:
         ms, _ = window(_WARMUP_WINDOW)
@@ -198,7 +199,7 @@ def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) 
         count += 1
         agree = abs(ms - previous) <= STABLE_WITHIN * ms
         previous = ms
-        if spent >= least_ms and (agree or count >= _WARMUP_WINDOWS):
+        if spent >= least_ms and (agree or (count > 1 and (count >= _WARMUP_WINDOWS or spent >= _WARMUP_LIMIT_MS))):
             return count * _WARMUP_WINDOW, agree
 
 
