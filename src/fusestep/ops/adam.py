@@ -184,9 +184,10 @@ def _in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _bias_correction(step, log_beta):
     """1 − β^step to fp32's last places, though β is near 1: the series where the difference would cancel."""
     x = step * log_beta
-    series = 1 + x / 8 * (1 + x / 9 * (1 + x / 10))
-    series = 1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * series)))
-    series = -x * (1 + x / 2 * (1 + x / 3 * series))
+    y = tl.maximum(x, -0.5)
+    series = 1 + y / 8 * (1 + y / 9 * (1 + y / 10))
+    series = 1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7 * series)))
+    series = -y * (1 + y / 2 * (1 + y / 3 * series))
     return tl.where(x > -0.5, series, 1 - tl.exp(x))
 
 

@@ -61,10 +61,10 @@ def norm_reference(gradients: Sequence[Tensor]) -> Tensor:
     if not full:
         return torch.zeros((), device=gradients[0].device)
     total: Tensor
-    if full[0].device.type == "cpu" and full[0].dtype != torch.float64:
+    if full[0].device.type == "cpu" and all(g.dtype != torch.float64 for g in full):
         # Short runs in fp32, added in float64: a long fp32 sum stalls (10⁻³ off at 38 M), a float64 one takes 20 times
         # as long.
-        runs = [run for g in full for run in (flat(g).split(RUN) if is_dense(g) else (g,))]
+        runs = [run for g in full for run in flat(g if is_dense(g) else g.contiguous()).split(RUN)]
         total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(runs, 2, dtype=torch.float32)).double())
         if 1e-15 < total < 1e18:  # no square left fp32's range in a way that matters
             return total.float()

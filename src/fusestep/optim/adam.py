@@ -147,6 +147,7 @@ class FusedAdam(torch.optim.Optimizer):
         for number, parameter in enumerate(parameters, first):
             _check_parameter(parameter, number)
         super().add_param_group(param_group)
+        self._keep_lr_on_device()
         if not self.master_weights and not self._has_warned and any(p.dtype in HALVES for p in parameters):
             self._has_warned = True
             warnings.warn(
@@ -266,8 +267,7 @@ class FusedAdam(torch.optim.Optimizer):
         if plan is not None and plan.is_captured and not is_capturing:
             plan = None  # its tables belong to the graph now
         if plan is not None and len(self._states) == len(self.state):
-            if self.capturable:
-                self._keep_lr_on_device()
+            self._keep_lr_on_device()
             is_same = all(map(is_, self.state.values(), self._states))
             if is_same and plan.take(self.param_groups, gradients):
                 if is_capturing and not plan.is_captured:
@@ -282,8 +282,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self._new_plan(gradients)
 
     def _new_plan(self, gradients: list[Tensor | None]) -> StepPlan:
-        if self.capturable:
-            self._keep_lr_on_device()
+        self._keep_lr_on_device()
         for parameter, gradient in zip(self._members, gradients, strict=True):
             if gradient is not None:
                 self._complete_state(parameter)
@@ -325,8 +324,8 @@ class FusedAdam(torch.optim.Optimizer):
         return self.master_weights and parameter.dtype in HALVES
 
     def _keep_lr_on_device(self) -> None:
-        """Turn learning rates into fp32 tensors on the device, which schedulers then change in place."""
-        for group in self.param_groups:
+        """Where graphs may be captured, turn learning rates into fp32 tensors, which schedulers change in place."""
+        for group in self.param_groups if self.capturable else ():
             lr = group["lr"]
             if group["params"] and not (isinstance(lr, Tensor) and lr.device == group["params"][0].device):
                 group["lr"] = torch.full((), float(lr), dtype=torch.float32, device=group["params"][0].device)
