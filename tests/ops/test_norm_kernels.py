@@ -17,7 +17,7 @@ from fusestep.ops.norm import row_stride
 
 EPS = 1e-5
 #: The interpreter truncates where hardware rounds to bf16: one unit in the last place instead of half.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @pytest.fixture
@@ -119,11 +119,20 @@ def test_kernels_keep_large_means(width: int) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("width", [1, 3, 37])
-def test_kernels_at_their_own_launches(width: int) -> None:
-    check("rms_norm", torch.randn(3, width) + 2, None)
-    if width > 1:
-        check("layer_norm", torch.randn(3, width), None)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [4, 37])
+def test_kernels_at_their_own_launches(kind: str, width: int) -> None:
+    check(kind, torch.randn(3, width) + 2, None)
+
+
+@pytest.mark.interpreter
+def test_kernels_at_one_column() -> None:
+    x = torch.tensor([[3.0], [-1e6]], requires_grad=True)
+    y = layer_norm(x, (1,), None, torch.full((1,), 0.3))
+    y.sum().backward()
+    assert torch.equal(y, torch.full_like(y, 0.3))
+    assert not bool(x.grad.any())
+    assert torch.allclose(rms_norm(x, (1,)), x.sign())
 
 
 @pytest.mark.interpreter

@@ -80,7 +80,7 @@ def _norm_backward_kernel(
     dbias = tl.zeros([BLOCK], tl.float32)
     tiles = (rows - 1) // ROWS + 1
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         in_rows = row < rows
         mask = in_rows & in_width
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -180,7 +180,7 @@ def _norm_backward_wide_kernel(
     dbias = tl.zeros([BLOCK], tl.float32)
     tiles = (rows - 1) // ROWS + 1
     for tile in tl.range(program, tiles, tl.num_programs(1), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         in_rows = row < rows
         mask = in_rows & in_width
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -413,10 +413,14 @@ def _prepared(
 
 
 def compilations(centred: bool) -> Iterator[Compilation]:
-    """Every kernel at every launch choice; for the wider blocks also fp32 rows, dsum, and from the output."""
+    """Every kernel at every launch choice: the fewest and the most bytes a column, and between them where it matters."""
     for width in COMPILED_WIDTHS:
-        variants = [("bf16", False, False), ("bf16", True, True), ("fp32", False, False), ("fp32", True, True)]
-        for element, has_dsum, from_output in variants if width > 512 else variants[:1]:
+        variants = [("bf16", False, False)]
+        if width > 512:
+            variants.append(("fp32", True, True))
+        if 512 < width <= 8192:
+            variants.append(("bf16", True, False))
+        for element, has_dsum, from_output in variants:
             itemsize = 2 if element == "bf16" else 4
             choice = backward_launch(width, (3 if has_dsum else 2) * itemsize, itemsize, 132, centred)
             statistics = (2 if element == "bf16" else 3) if centred else 1
@@ -465,11 +469,11 @@ def compilations(centred: bool) -> Iterator[Compilation]:
                     common | {"BLOCK": MEANS_BLOCK},
                     4,
                 )
-        second = "bf16" if centred else None
+    for width in (768, 3072):
         yield compilation(
             _sum_partials_kernel,
             f"sum of partials {width}",
-            {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": second},
+            {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": "bf16" if centred else None},
             {"programs": "i32"},
             {"WIDTH": width, "ROWS": SUM_ROWS, "COLUMNS": sum_columns(width)},
             4,

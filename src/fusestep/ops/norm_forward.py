@@ -86,7 +86,7 @@ def _norm_forward_kernel(
         kept_bias = load_columns(bias_ptr, column, in_width, 0.0)
     tiles = (rows - 1) // ROWS + 1
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         in_rows = row < rows
         mask = in_rows & in_width
         x = _load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
