@@ -111,7 +111,7 @@ def show(ladder: Ladder, console: Console) -> None:
     console.print(
         f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers × "
         f"{model['width']} wide, context {model['context']}, vocabulary {model['vocab_size']}, "
-        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step) | {plan['rounds']} rounds of "
+        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step) | {plan['rounds']} round{'' if plan['rounds'] == 1 else 's'} of "
         f"{plan['steps']} steps, data {plan['data']}",
         highlight=False,
     )
