@@ -46,6 +46,25 @@ def _normalised(x, statistics_ptr, row, in_rows, weight, bias, STATISTICS: tl.co
     return x, rstd
 
 
+@triton.jit
+def _store_partials(
+    partials_ptr,
+    program,
+    column,
+    dweight,
+    dbias,
+    WIDTH: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr,
+):
+    """Write a program's part of the gradients that are wanted, which stand side by side."""
+    offset = program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + column
+    if WEIGHT_GRADIENT:
+        tl.store(partials_ptr + offset, dweight, mask=column < WIDTH)
+    if BIAS_GRADIENT:
+        tl.store(partials_ptr + offset + WEIGHT_GRADIENT * WIDTH, dbias, mask=column < WIDTH)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward_kernel(
     dy_ptr,  # rows of WIDTH, dy_stride apart
@@ -101,11 +120,7 @@ def _norm_backward_kernel(
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
     columns = tl.arange(0, BLOCK)
-    partials_ptr += program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + columns
-    if WEIGHT_GRADIENT:
-        tl.store(partials_ptr, dweight, mask=columns < WIDTH)
-    if BIAS_GRADIENT:
-        tl.store(partials_ptr + WEIGHT_GRADIENT * WIDTH, dbias, mask=columns < WIDTH)
+    _store_partials(partials_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -197,11 +212,7 @@ def _norm_backward_wide_kernel(
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
-    partials_ptr += program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + columns
-    if WEIGHT_GRADIENT:
-        tl.store(partials_ptr, dweight, mask=columns < WIDTH)
-    if BIAS_GRADIENT:
-        tl.store(partials_ptr + WEIGHT_GRADIENT * WIDTH, dbias, mask=columns < WIDTH)
+    _store_partials(partials_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["programs"])
