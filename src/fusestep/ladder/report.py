@@ -101,7 +101,7 @@ def show(ladder: Ladder, console: Console) -> None:
 
     plan, environment = ladder.plan, ladder.environment
     on_gpu = environment["gpu"] is not None
-    place = environment["gpu"] or f"{environment['cpu']}, {ladder_threads(ladder)}"
+    place = environment["gpu"] or f"{environment['cpu']}, {_threads(ladder)}"
     model = plan["model"]
     console.print(
         f"Ladder on {place} | torch {environment['torch']}, Triton {environment['triton'] or 'missing'}"
@@ -111,7 +111,8 @@ def show(ladder: Ladder, console: Console) -> None:
     console.print(
         f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers × "
         f"{model['width']} wide, context {model['context']}, vocabulary {model['vocab_size']}, "
-        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step) | {plan['rounds']} round{'' if plan['rounds'] == 1 else 's'} of "
+        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step) | "
+        f"{_counted(plan['rounds'], 'round')} of "
         f"{plan['steps']} steps, data {plan['data']}",
         highlight=False,
     )
@@ -134,10 +135,14 @@ def show(ladder: Ladder, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
 
-def ladder_threads(ladder: Ladder) -> str:
+def _threads(ladder: Ladder) -> str:
     """How many threads the measured processes computed with."""
     threads = next((r.threads for result in ladder.rungs for r in result.rounds), ladder.environment["threads"])
-    return f"{threads} thread{'' if threads == 1 else 's'}"
+    return _counted(threads, "thread")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _costs(result: RungResult, *, on_gpu: bool) -> list[str]:
