@@ -424,7 +424,7 @@ def _prepared(
 
 
 def compilations(centred: bool) -> Iterator[Compilation]:
-    """Every kernel at every launch choice: the fewest and the most bytes a column, and between them where it matters."""
+    """Every kernel at every launch choice: the fewest and the most bytes a column, and what lies between."""
     for width in COMPILED_WIDTHS:
         variants = [("bf16", False, False)]
         if width > 512:
