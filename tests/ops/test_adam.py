@@ -173,12 +173,13 @@ def test_offsets_past_2_31_elements_are_64_bit() -> None:
     tensors, rows = adam_rows(w, m, v, None, torch.tensor(0.03).data_ptr(), 0, 0)
     lr = torch.tensor(0.03)
     rows = (0, lr.data_ptr(), 0, 0)
-    column = [g.data_ptr() - before * 4, before + BLOCK, -before // BLOCK, 0, 0]
+    column = [g.data_ptr() - before * 4, before + BLOCK, -before // BLOCK, 0, 0, 0]
     column += [t.data_ptr() - before * 4 for t in tensors]
     table = TensorTable(
         w.device,
         1,
         1,
+        False,
         False,
         torch.tensor([*column, *rows]).reshape(-1, 1),
         torch.zeros(1, dtype=torch.int32),

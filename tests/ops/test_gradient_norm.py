@@ -151,13 +151,14 @@ def test_offsets_past_2_31_elements_are_64_bit() -> None:
     """A table that claims 2^31 elements before the real ones: 32-bit products would read elsewhere."""
     gradient = torch.arange(1.0, BLOCK + 1)
     before = 1 << 31
-    values = [gradient.data_ptr() - before * 4, before + BLOCK, -before // BLOCK, 0, 0]
+    values = [gradient.data_ptr() - before * 4, before + BLOCK, -before // BLOCK, 0, 0, 0]
     table = TensorTable(
         gradient.device,
         1,
         1,
         False,
-        torch.tensor(values).reshape(5, 1),
+        False,
+        torch.tensor(values).reshape(6, 1),
         torch.zeros(1, dtype=torch.int32),
         torch.zeros(1, 3, dtype=torch.int64),
         None,  # type: ignore[arg-type]

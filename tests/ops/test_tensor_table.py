@@ -96,3 +96,14 @@ def test_unchanged_values_are_not_uploaded_again(monkeypatch: pytest.MonkeyPatch
     assert array.tensor.tolist() == [0, 0]
     array.update([1, 3])
     assert array.tensor.tolist() == [1, 3]
+
+
+def test_a_dense_gradient_is_one_run_for_who_reads_it_alone() -> None:
+    state, gradient = torch.empty(8, 4), torch.empty(4, 8).t()
+    made = entry(state, gradient, [state])
+    assert made.dims == ((4, 1, 8), (8, 4, 1))
+    assert made.is_run
+    assert not entry(state, torch.empty(8, 8)[:, ::2], [state]).is_run
+    table = build_table(CPU, [made])
+    assert table.is_strided
+    assert not table.has_strided_gradients

@@ -26,10 +26,10 @@ from fusestep.ops.launch import launch
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 from fusestep.ops.tensor_table import (
     BLOCK,
-    DIM_COUNT,
     FIRST_CHUNK,
     FIRST_DIM,
     GRADIENT,
+    GRADIENT_DIM_COUNT,
     NUMEL,
     TensorTable,
     build_table,
@@ -142,7 +142,7 @@ def _gradient_norm_kernel(
             dim_count = tl.full([], 0, tl.int64)
             if IS_STRIDED:
                 first_dim = tl.load(rows + tensors * FIRST_DIM + tensor)
-                dim_count = tl.load(rows + tensors * DIM_COUNT + tensor)
+                dim_count = tl.load(rows + tensors * GRADIENT_DIM_COUNT + tensor)
                 whole_end = tl.where(dim_count == 0, whole_end, start)
             pointer = gradient.to(tl.pointer_type(GRADIENT_DTYPE))
             aligned = tl.multiple_of(pointer, 16)
@@ -270,7 +270,7 @@ class NormScratch:
                 self.verdict if found_inf is None else found_inf,
                 max_norm,
                 GRADIENT_DTYPE=KERNEL_DTYPES[dtype],
-                IS_STRIDED=table.is_strided,
+                IS_STRIDED=table.has_strided_gradients,
                 IS_SCALED=scale is not None,
                 CHUNK=BLOCK,
                 TILE=LAUNCH.tile,

@@ -35,7 +35,9 @@ NUMEL: tl.constexpr = tl.constexpr(1)
 FIRST_CHUNK: tl.constexpr = tl.constexpr(2)
 FIRST_DIM: tl.constexpr = tl.constexpr(3)
 DIM_COUNT: tl.constexpr = tl.constexpr(4)
-COMMON_ROWS = 5
+#: As DIM_COUNT, for a kernel that reads the gradient alone, in whatever order: 0 where that is one aligned run.
+GRADIENT_DIM_COUNT: tl.constexpr = tl.constexpr(5)
+COMMON_ROWS = 6
 
 Dims = tuple[tuple[int, int, int], ...]
 
@@ -120,12 +122,13 @@ class DeviceArray:
 class TableEntry:
     """One parameter of a table: its number of elements, its walk, the addresses of its op's rows, and its gradient's.
 
-    `dims` of () makes it flat. `gradient` is an address, or 0 without a gradient.
+    `dims` of () makes it flat. `is_run` says that the gradient by itself is one aligned run of memory.
     """
 
     numel: int
     dims: Dims
     gradient: int
+    is_run: bool
     rows: tuple[int, ...] = ()
 
 
@@ -143,7 +146,8 @@ def entry(state: Tensor, gradient: Tensor, others: Sequence[Tensor] = (), rows: 
         dims = ()
     elif not dims:
         dims = ((1, 1, 1),)
-    return TableEntry(gradient.numel(), dims, gradient_address(gradient), (*addresses, *rows))
+    is_run = not dims or (gradient.data_ptr() % 16 == 0 and is_dense(gradient))
+    return TableEntry(gradient.numel(), dims, gradient_address(gradient), is_run, (*addresses, *rows))
 
 
 def gradient_address(gradient: Tensor | None) -> int:
@@ -162,6 +166,7 @@ class TensorTable:
     count: int
     chunks: int
     is_strided: bool
+    has_strided_gradients: bool
     rows: Tensor
     chunk_tensor: Tensor
     dims: Tensor
@@ -182,7 +187,7 @@ def build_table(device: torch.device, entries: Sequence[TableEntry], *, capturab
         all_dims.extend(e.dims)
         chunk += chunk_count
     columns = [
-        (e.gradient, e.numel, first_chunk, first_dim, len(e.dims), *e.rows)
+        (e.gradient, e.numel, first_chunk, first_dim, len(e.dims), 0 if e.is_run else len(e.dims), *e.rows)
         for e, first_chunk, first_dim in zip(entries, first_chunks, first_dims, strict=True)
     ]
     rows = upload([list(row) for row in zip(*columns, strict=True)], torch.int64, device)
@@ -197,6 +202,7 @@ def build_table(device: torch.device, entries: Sequence[TableEntry], *, capturab
         count=len(entries),
         chunks=chunks,
         is_strided=bool(all_dims),
+        has_strided_gradients=not all(e.is_run for e in entries),
         rows=rows,
         chunk_tensor=chunk_tensor,
         dims=upload(all_dims or [(0, 0, 0)], torch.int64, device),

@@ -41,7 +41,9 @@ class FusedAdam(torch.optim.Optimizer):
             torch.nn.utils.clip_grad_norm_ would; `.grad` itself is not changed. A step whose norm is not finite changes
             nothing but `skipped_steps`. Infinity only skips. None does neither, as torch.
         master_weights: keep fp32 copies of 16-bit parameters and update those; in the state as `master_param`.
-        capturable: keep `lr` on the device, so that a CUDA graph may capture `step`.
+        capturable: keep `lr` on the device, so that a CUDA graph may capture `step` after an eager one. The graph
+            follows `lr`, also a scheduler's; capture anew after loading a state, adding a group or changing another
+            option.
         moment_dtype: torch.float32 or torch.bfloat16. float64 and complex parameters keep moments of their own dtype.
 
     lr, betas, eps, weight_decay, adam_w_mode, bias_correction and max_grad_norm (the same for all) are options of
@@ -165,7 +167,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step every parameter that has a gradient. Never waits for a GPU.
+        """Step every parameter that has a gradient. Never waits for a GPU whose kernels run.
 
         Args:
             closure: computes the loss and gradients; run once, first, with gradients enabled.

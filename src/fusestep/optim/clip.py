@@ -63,8 +63,12 @@ def clip_grad_norm_(
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in own:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for same in by_dtype.values():
-            torch._foreach_mul_(same, here)
+        for dtype, same in by_dtype.items():
+            # In fp32 also for 16-bit gradients: a factor of 1e-6 is no number of fp16.
+            wide = [gradient.float() for gradient in same] if dtype in (torch.float16, torch.bfloat16) else same
+            torch._foreach_mul_(wide, here)
+            if wide is not same:
+                torch._foreach_copy_(same, wide)
     return norm
 
 
