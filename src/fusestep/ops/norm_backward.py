@@ -301,22 +301,23 @@ def backward_launch(
         centred: LayerNorm, whose bias gradient needs as many registers again.
     """
     block = 1 << max(width - 1, 0).bit_length()
-    if block > 8192:
-        if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
-            return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
-        return BackwardLaunch(2048, 4, max(1, multiprocessors * 2048 // width), 8, 3)
+    if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
+        return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
     if block <= 1024:
-        rows, programs, warps, stages = min(128, 4096 // block), 2, 4, 4
+        rows, programs, warps, stages = min(128, 4096 // block), 2 * multiprocessors, 4, 4
     elif block <= 4096:
-        rows, programs, warps, stages = 2, 2 if block == 2048 else 1, 8, 3
+        rows, programs, warps, stages = 2, (2 if block == 2048 else 1) * multiprocessors, 8, 3
+    elif block <= 8192:
+        rows, programs, warps, stages = 1, multiprocessors, 8, 3
     else:
-        rows, programs, warps, stages = 1, 1, 8, 3
+        block = 2048
+        rows, programs, warps, stages = 4, max(1, multiprocessors * block // width), 8, 3
     # Of wider dtypes, and with dsum, fewer rows or stages fit.
     while rows > 1 and (stages - 1) * rows * block * itemsize > SHARED_MEMORY:
         rows //= 2
     while stages > 1 and (stages - 1) * rows * block * itemsize > SHARED_MEMORY:
         stages -= 1
-    return BackwardLaunch(block, rows, programs * multiprocessors, warps, stages)
+    return BackwardLaunch(block, rows, programs, warps, stages)
 
 
 def norm_backward(
