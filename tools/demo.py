@@ -25,10 +25,10 @@ STORY = [
         ["fusestep doctor"],
     ),
     (
-        "A small GPT learns to write Python, byte by byte, from the standard library's own sources.",
+        "A tiny GPT learns what Python looks like, byte by byte, from the standard library's own sources.",
         [
-            "fusestep train --preset tiny --data text:stdlib --steps 300 --lr 3e-3 --warmup 20 --out demo/text",
-            "fusestep generate demo/text --prompt 'def ' --tokens 160 --temperature 0.6 --seed 1",
+            "fusestep train --preset tiny --data text:stdlib --steps 800 --lr 3e-3 --warmup 20 --out demo/text",
+            "fusestep generate demo/text --prompt 'def ' --tokens 200 --temperature 0.5 --seed 1",
         ],
     ),
     (
