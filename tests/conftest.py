@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import hypothesis
 import pytest
@@ -49,6 +51,24 @@ def fresh_dispatch() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20240229)
+
+
+@pytest.fixture
+def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which any wait for the GPU that torch knows of raises."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says once that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.fixture

@@ -12,17 +12,13 @@ from fusestep.explain import explain
 if TYPE_CHECKING:
     from fusestep import data, models, nn, optim
 
-    __version__: str
+__version__ = "0.1.0"
 
 __all__ = ["__version__", "data", "doctor", "explain", "models", "nn", "optim"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a part when it is first asked for, so that `import fusestep` waits for nothing, not even for torch."""
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("fusestep")
     if name in __all__:
         return importlib.import_module(f"fusestep.{name}")
     raise AttributeError(f"module 'fusestep' has no attribute {name!r}")

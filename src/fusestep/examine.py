@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 
+import fusestep
 from fusestep import dispatch, hardware, precision
 from fusestep.doctor import DeviceReport, Environment, OpReport, Report
 from fusestep.hardware import Support
@@ -58,7 +58,7 @@ def examine(progress: Callable[[str], None]) -> Report:
 
 def _environment() -> Environment:
     return Environment(
-        fusestep=version("fusestep"),
+        fusestep=fusestep.__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,

@@ -268,13 +268,21 @@ def _launch_failure(index: int) -> str | None:
             f"a CUDA graph is being captured before any op of fusestep has run on cuda:{index}; "
             "run one step before the capture."
         )
+    forbids_waiting = 0
     try:
+        # Reading the result waits for the device, which a user may have told torch to forbid.
+        forbids_waiting = torch.cuda.get_sync_debug_mode()
+        if forbids_waiting:
+            torch.cuda.set_sync_debug_mode(0)
         with torch.cuda.device(index):
             value = torch.ones(1, device=f"cuda:{index}", dtype=torch.float32)
             _probe_kernel[(1,)](value, enable_fp_fusion=True)  # as every launch of ours
             right = value.item() == 2.0
     except Exception as error:  # whatever Triton, its compiler or the driver raise is the answer here
         return f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        if forbids_waiting:
+            torch.cuda.set_sync_debug_mode(forbids_waiting)
     return None if right else "the probe kernel ran and wrote a wrong value"
 
 

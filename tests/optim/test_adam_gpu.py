@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fusestep.dispatch import uses_triton
 from fusestep.errors import UserError
 from fusestep.optim import FusedAdam, clip_grad_norm_
 
 pytestmark = pytest.mark.gpu
 
+NoWaiting = Callable[[], AbstractContextManager[None]]
+
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any wait for the device that torch knows of raises, but for the launch that proves Triton, once a process."""
-    uses_triton("adam", torch.device("cuda", 0))
-    uses_triton("gradient_norm", torch.device("cuda", 0))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Any]:
@@ -44,7 +32,7 @@ GPT2 = [(50304, 768), (1024, 768), *[(768,), (768,), (2304, 768), (2304,), (768,
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_step_never_waits_for_the_device_from_the_first_on(max_grad_norm: float | None) -> None:
+def test_step_never_waits_for_the_device_from_the_first_on(max_grad_norm: float | None, no_waiting: NoWaiting) -> None:
     ours = [*parameters([(40, 30), (7,)]), *parameters([(50, 3)], torch.bfloat16)]
     optimizer = FusedAdam(ours, max_grad_norm=max_grad_norm, master_weights=True, **OPTIONS)
     with no_waiting():
@@ -59,7 +47,7 @@ def test_step_never_waits_for_the_device_from_the_first_on(max_grad_norm: float 
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_step_with_a_scaler_never_waits(max_grad_norm: float | None) -> None:
+def test_step_with_a_scaler_never_waits(max_grad_norm: float | None, no_waiting: NoWaiting) -> None:
     ours = parameters([(40, 30), (7,)])
     optimizer = FusedAdam(ours, max_grad_norm=max_grad_norm, **OPTIONS)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
@@ -71,7 +59,7 @@ def test_step_with_a_scaler_never_waits(max_grad_norm: float | None) -> None:
     assert int(optimizer.applied_steps) == 3
 
 
-def test_clip_grad_norm_never_waits() -> None:
+def test_clip_grad_norm_never_waits(no_waiting: NoWaiting) -> None:
     ours = [*parameters([(40, 30), (7,)]), *parameters([(50, 3)], torch.bfloat16)]
     with no_waiting():
         clip_grad_norm_(ours, 1.0)
@@ -289,7 +277,7 @@ def test_parameters_on_gpu_and_cpu_share_a_norm_and_a_verdict() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_on_a_second_gpu_are_stepped_there_while_the_first_is_current() -> None:
+def test_tensors_on_a_second_gpu_are_stepped_there_while_the_first_is_current(no_waiting: NoWaiting) -> None:
     ours = [nn.Parameter(torch.randn(40, 30, device=f"cuda:{i}")) for i in (0, 1)]
     for p in ours:
         p.grad = torch.randn_like(p)

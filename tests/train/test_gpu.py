@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fusestep.train import TrainConfig, checkpoint, train
 from fusestep.train.readings import MAXIMUM_LAG, Readings
 from fusestep.train.trainer import Trainer
 
+NoWaiting = Callable[[], AbstractContextManager[None]]
+
 pytestmark = pytest.mark.gpu
 
 Build = Callable[..., TrainConfig]
@@ -26,7 +29,7 @@ Build = Callable[..., TrainConfig]
     [{}, {"precision": "bf16", "accumulate": 2}, {"precision": "fp16"}, {"precision": "bf16", "weights": "bf16"}],
     ids=lambda changes: "-".join(map(str, changes.values())) or "fp32",
 )
-def test_a_step_never_waits_for_the_gpu(tiny: Build, changes: dict[str, Any]) -> None:
+def test_a_step_never_waits_for_the_gpu(tiny: Build, changes: dict[str, Any], no_waiting: NoWaiting) -> None:
     config = tiny(device="cuda", warmup=2, **changes)
     device = config.torch_device()
     source = arithmetic_sequences(seed=0)
@@ -34,14 +37,10 @@ def test_a_step_never_waits_for_the_gpu(tiny: Build, changes: dict[str, Any]) ->
     readings = Readings(device)
     for _ in range(3):
         trainer.train_step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(3):
             readings.start()
             readings.finish(trainer.step, trainer.train_step())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert [reading.values[0] > 0 and reading.ms > 0 for reading in readings.ready(wait=True)] == [True] * 3
 
 
