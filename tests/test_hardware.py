@@ -337,6 +337,7 @@ def test_whatever_the_probe_raises_is_its_answer(monkeypatch: pytest.MonkeyPatch
         raise OSError("libcuda.so.1: bad magic\nsecond line")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", broken)
     assert hardware._launch_failure(0) == "OSError: libcuda.so.1: bad magic"
 
