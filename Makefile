@@ -23,6 +23,7 @@ $(READY): pyproject.toml constraints.txt tools/setup.sh
 
 .PHONY: setup demo test bench
 setup: $(READY) ## make the virtual environment .venv; every other target does it by itself
+	@echo "$(VENV) is ready."
 
 demo: $(READY) ## the whole story on this machine, in minutes: doctor, train, generate, ladder
 	@$(PYTHON_IN_VENV) tools/demo.py
