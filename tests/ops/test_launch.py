@@ -44,8 +44,14 @@ class FakeKernel:
             number, calls = self.compiled, self.calls
 
             class Compiled:
+                function, packed_metadata = "function", "metadata"
+
                 def __getitem__(self, grid: tuple[int, ...]) -> Any:
                     return lambda *args: calls.append((number, grid, args))
+
+                def run(self, *given: Any) -> None:
+                    assert given[3:9] == (0, "function", "metadata", None, None, None)
+                    calls.append((number, given[:3], given[9:]))
 
             return Compiled()
 
@@ -112,13 +118,25 @@ def test_a_prepared_launch_compiles_once_for_each_alignment(kernel: FakeKernel) 
     ]
 
 
+def test_a_profilers_hooks_are_served(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(8)
+    launch(kernel, (1,), CPU, x, 32)
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    taken: list[Any] = []
+    compiled = next(iter(value[0] for key, value in module._compiled.items() if key[0] is kernel))
+    monkeypatch.setattr(type(compiled), "__getitem__", lambda self, grid: lambda *args: taken.append((grid, args)))
+    launch(kernel, (1,), CPU, x, 32)
+    assert taken == [((1, 1, 1), (x.data_ptr(), 32, 8, 1))]
+    assert kernel.calls == []
+
+
 def test_another_device_is_made_current_for_the_launch(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
     seen: list[int] = []
 
     class Guard:
-        def __init__(self, device: torch.device) -> None:
-            self.index = device.index
+        def __init__(self, index: int) -> None:
+            self.index = index
 
         def __enter__(self) -> None:
             self.before, current[0] = current[0], self.index
@@ -126,7 +144,7 @@ def test_another_device_is_made_current_for_the_launch(kernel: FakeKernel, monke
         def __exit__(self, *_: object) -> None:
             current[0] = self.before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     original = module._compile_and_launch
     monkeypatch.setattr(module, "_compile_and_launch", lambda *a: (seen.append(current[0]), original(*a))[1])

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusestep.language import triton
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -30,8 +32,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return None
-    if _elsewhere(device):
-        with torch.cuda.device(device):
+    index = device.index if device.type == "cuda" else None
+    if index is not None and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):  # Triton launches on the current device, not on its tensors' (triton#2441)
             return launch(kernel, grid, device, *args, **options)
     # The key is at least as fine as Triton's own specialisation: a pointer's type and its 16-byte alignment; of an
     # integer whether it is 1, divisible by 16, and wider than 32 bits; every constexpr and option.
@@ -54,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             _compiled[tuple(key)] = found
     else:
         compiled, constants = found
-        compiled[(*grid, 1, 1)[:3]](*values, *constants)
+        _call(compiled, (*grid, 1, 1)[:3], index, *values, *constants)
     return None
 
 
@@ -68,18 +71,20 @@ class PreparedLaunch:
         options: the constexpr parameters by name, num_warps and num_stages.
     """
 
-    __slots__ = ("_compiled", "_device", "_grid", "_kernel", "_numbers", "_options")
+    __slots__ = ("_compiled", "_grid", "_index", "_kernel", "_numbers", "_options")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], device: torch.device, numbers: tuple[Any, ...], **options: Any
     ) -> None:
-        self._kernel, self._grid, self._device, self._numbers, self._options = kernel, grid, device, numbers, options
+        self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
+        self._index = device.index if device.type == "cuda" else None
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there."""
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
-            with torch.cuda.device(self._device):
+        index = self._index
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
                 return self(*tensors)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
@@ -91,16 +96,21 @@ class PreparedLaunch:
             found = _compile_and_launch(self._kernel, self._grid, (*tensors, *self._numbers), self._options)
             if found is not None:
                 compiled, constants = found
-                self._compiled[key] = (compiled[(*self._grid, 1, 1)[:3]], (*self._numbers, *constants))
+                self._compiled[key] = (compiled, (*self._numbers, *constants))
         else:
-            run, fixed = found
-            run(*addresses, *fixed)
+            compiled, fixed = found
+            _call(compiled, self._grid, index, *addresses, *fixed)
         return None
 
 
-def _elsewhere(device: torch.device) -> bool:
-    """Whether a launch for `device` needs another current device: Triton asks no tensor for its own (triton#2441)."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+def _call(compiled: Any, grid: tuple[int, ...], index: int | None, *args: Any) -> None:
+    """Launch a compiled kernel on the current stream of the current device, which is `index`."""
+    runtime = triton.knobs.runtime
+    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
+        compiled[grid](*args)
+    else:  # what that does as well, without building for each launch what only hooks read
+        stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def _compile_and_launch(
