@@ -205,27 +205,29 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _gather(self) -> tuple[list[Tensor | None], bool]:
         """This step's gradients, None where missing, and whether any comes from main_grad."""
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor | None] = [parameter.grad for parameter in self._members]
         has_main = False
-        for number, parameter in enumerate(self._members):
-            gradient = getattr(parameter, "main_grad", None)
-            if isinstance(gradient, Tensor):
+        for number, main in enumerate([getattr(parameter, "main_grad", None) for parameter in self._members]):
+            if isinstance(main, Tensor):
+                self._check_main_grad(main, number)
+                gradients[number] = main
                 has_main = True
-                if gradient.shape != parameter.shape or gradient.device != parameter.device:
-                    raise UserError(
-                        f"FusedAdam.step: main_grad of parameter {number} is {tuple(gradient.shape)} on "
-                        f"{gradient.device}, the parameter is {tuple(parameter.shape)} on {parameter.device}; give it "
-                        "the parameter's shape and device. Nothing was changed."
-                    )
-            else:
-                gradient = parameter.grad
-            if gradient is not None and gradient.layout != torch.strided:
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"FusedAdam.step: the gradient of parameter {number} is sparse; use torch.optim.SparseAdam for it, "
                     "or build its embedding with sparse=False. Nothing was changed."
                 )
-            gradients.append(gradient)
         return gradients, has_main
+
+    def _check_main_grad(self, main: Tensor, number: int) -> None:
+        parameter = self._members[number]
+        if main.shape != parameter.shape or main.device != parameter.device:
+            raise UserError(
+                f"FusedAdam.step: main_grad of parameter {number} is {tuple(main.shape)} on {main.device}, the "
+                f"parameter is {tuple(parameter.shape)} on {parameter.device}; give it the parameter's shape and "
+                "device. Nothing was changed."
+            )
 
     def _max_grad_norm(self) -> float | None:
         first: float | None = self.param_groups[0]["max_grad_norm"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -220,26 +220,38 @@ class StepPlan:
 
     def _remember(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> None:
         self._lr_addresses = [lr_address(group["lr"]) for group in groups]
-        self._parameter_keys = [(p.data_ptr(), p.dtype, p.stride()) for p in self.parameters]
-        self._gradient_keys = [None if g is None else _gradient_key(g) for g in gradients]
-        self._state_values = [value for state in self.state_of if state for value in state.values()]
+        self._parameter_keys = _keys(self.parameters)
+        present = [g for g in gradients if g is not None]
+        known = iter(zip(*_gradient_keys(present), strict=True))
+        # A parameter without a gradient so far has no place in a table: its first one matches nothing.
+        self._gradient_keys = [None if g is None else next(known) for g in gradients]
+        self._state_values = self._values()
         self._state_tensors = [value for value in self._state_values if isinstance(value, Tensor)]
-        self._state_addresses = [tensor.data_ptr() for tensor in self._state_tensors]
+        self._state_addresses = list(map(Tensor.data_ptr, self._state_tensors))
+
+    def _values(self) -> list[Any]:
+        return [value for state in self.state_of if state for value in state.values()]
 
     def take(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> bool:
-        """Point the tables at this step's gradients; False if anything else moved, and then a new plan is needed."""
-        values = [value for state in self.state_of if state for value in state.values()]
+        """Point the tables at this step's gradients; False if anything else moved, and then a new plan is needed.
+
+        This is most of what a step costs the host, hence the loops that run in C.
+        """
+        values = self._values()
         if (
             len(values) != len(self._state_values)
             or not all(map(is_, values, self._state_values))
-            or [tensor.data_ptr() for tensor in self._state_tensors] != self._state_addresses
-            or [(p.data_ptr(), p.dtype, p.stride()) for p in self.parameters] != self._parameter_keys
+            or list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses
+            or _keys(self.parameters) != self._parameter_keys
             or [lr_address(group["lr"]) for group in groups] != self._lr_addresses
         ):
             return False
-        for gradient, key in zip(gradients, self._gradient_keys, strict=True):
-            if gradient is not None and _gradient_key(gradient) != key:
-                return False
+        present = [g for g in gradients if g is not None]
+        known = self._gradient_keys
+        if len(present) < len(gradients):
+            known = [key for key, g in zip(known, gradients, strict=True) if g is not None]
+        if list(zip(*_gradient_keys(present), strict=True)) != known:
+            return False
         parts = [part for plan in self.devices for part in plan.kernels]
         addresses = [[gradient_address(gradients[i]) for i in part.members] for part in parts]
         hypers = [plan.hyper for plan in self.devices if plan.hyper is not None]
@@ -376,9 +388,18 @@ def lies_on(lr: Tensor | float, device: torch.device) -> bool:
     return isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32 and lr.device.type != "cpu"
 
 
-def _gradient_key(gradient: Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """What a table's entry depends on, other than the address itself: dtype, strides, alignment."""
-    return gradient.dtype, gradient.stride(), gradient.data_ptr() & 15
+_dtype = attrgetter("dtype")
+
+
+def _keys(tensors: list[Tensor]) -> tuple[list[int], list[torch.dtype], list[tuple[int, ...]]]:
+    """What a table's entries hold of parameters: addresses, dtypes, strides."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(_dtype, tensors)), list(map(Tensor.stride, tensors))
+
+
+def _gradient_keys(gradients: list[Tensor]) -> tuple[list[torch.dtype], list[tuple[int, ...]], list[int]]:
+    """What a table's entries depend on, other than the gradients' addresses: dtypes, strides, alignment."""
+    addresses, dtypes, strides = _keys(gradients)
+    return dtypes, strides, [address & 15 for address in addresses]
 
 
 def pack_steps(states: Sequence[State | None], device: torch.device) -> Tensor:
