@@ -109,6 +109,35 @@ def test_kernels_follow_row_strides(kind: str, width: int) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "x and bias"])
+@pytest.mark.parametrize("width", [6, 21])
+def test_kernels_where_some_gradients_are_not_wanted_and_parameters_are_strided(wanted: str, width: int) -> None:
+    x = torch.randn(5, width, requires_grad="x" in wanted)
+    # Kept as a column of pairs: neither weight nor bias is one run of memory.
+    weight, bias = (torch.rand(width, 2)[:, 0].requires_grad_(name in wanted) for name in ("weight", "bias"))
+    assert not weight.is_contiguous()
+    leaves = [leaf for leaf in (x, weight, bias) if leaf.requires_grad]
+    dy = torch.randn(5, width)
+    found = torch.autograd.grad(layer_norm(x, (width,), weight, bias, EPS), leaves, dy)
+    true = torch.autograd.grad(exact("layer_norm", x, weight, bias), leaves, dy.double())
+    for value, exactly in zip(found, true, strict=True):
+        assert float((value.double() - exactly).norm() / exactly.norm()) <= 1e-5
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+def test_kernels_with_a_transposed_weight_of_two_dimensions() -> None:
+    x = torch.randn(4, 2, 3, requires_grad=True)
+    weight = torch.rand(3, 2).t().requires_grad_()
+    dy = torch.randn(4, 2, 3)
+    found = torch.autograd.grad(rms_norm(x, (2, 3), weight, EPS), (x, weight), dy)
+    truth = exact("rms_norm", x.reshape(4, 6), weight.reshape(6), None).reshape(4, 2, 3)
+    for value, exactly in zip(found, torch.autograd.grad(truth, (x, weight), dy.double()), strict=True):
+        assert float((value.double() - exactly).norm() / exactly.norm()) <= 1e-5
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("width", [5, 21])
 def test_kernels_keep_large_means(width: int) -> None:
     x = 1e6 + torch.randn(4, width) * 2

@@ -106,6 +106,7 @@ def _run_forward(
     residual_stride = width
     if residual is not None:
         residual, residual_stride = _rows(residual, width)
+    weight, bias = _contiguous(weight), _contiguous(bias)
     launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps)
     return y, total, statistics
 
@@ -135,6 +136,10 @@ def _unwritten_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
 def _run_backward(
     dy: Tensor,
     dsum: Tensor | None,
@@ -151,8 +156,8 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), through the kernels or the reference; None for a gradient that is not wanted."""
     dx = _unwritten_like(x, dtype)
-    dweight = torch.empty_like(weight) if weight_gradient and weight is not None else None
-    dbias = torch.empty_like(bias) if bias_gradient and bias is not None else None
+    dweight = _unwritten_like(weight, weight.dtype) if weight_gradient and weight is not None else None
+    dbias = _unwritten_like(bias, bias.dtype) if bias_gradient and bias is not None else None
     if dx.numel() == 0:
         return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     if not _uses_triton(centred, x.device, statistics.dtype):
@@ -163,8 +168,7 @@ def _run_backward(
         return dx.contiguous(), dweight, dbias
     dy, dy_stride = _rows(dy, width)
     x, x_stride = _rows(x, width)
-    if dsum is not None:
-        dsum = dsum.contiguous()
+    dsum, weight, bias = _contiguous(dsum), _contiguous(weight), _contiguous(bias)
     launch_backward(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias, width, dy_stride, x_stride, from_output)
     return dx, dweight, dbias
 
@@ -221,8 +225,8 @@ def _backward_fake(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _unwritten_like(x, dtype)
-    dweight = torch.empty_like(weight) if weight_gradient and weight is not None else dx.new_empty(0)
-    dbias = torch.empty_like(bias) if bias_gradient and bias is not None else dx.new_empty(0)
+    dweight = _unwritten_like(weight, weight.dtype) if weight_gradient and weight is not None else dx.new_empty(0)
+    dbias = _unwritten_like(bias, bias.dtype) if bias_gradient and bias is not None else dx.new_empty(0)
     return dx, dweight, dbias
 
 
