@@ -59,7 +59,8 @@ def check(shapes: list[tuple[int, ...]], max_norm: float | None) -> float:
         mine.step()
         oracle.step()
     errors = [
-        float((p.double() - q).norm() / (q - start).norm()) for p, q, start in zip(ours, exact, before, strict=True)
+        float((p.detach().double() - q.detach()).norm() / (q.detach() - start).norm())
+        for p, q, start in zip(ours, exact, before, strict=True)
     ]
     return max(errors)
 
