@@ -45,7 +45,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": None if TRITON_IMPORT_ERROR else triton.__version__,
@@ -71,8 +71,11 @@ def _cpu_name() -> str:
 def _commit() -> str | None:
     """The commit that this package is checked out at, with "+changes" when its files differ; None when installed.
 
-    The package may lie inside somebody else's checkout, so git must know this very file.
+    FUSESTEP_COMMIT names it for a copy without its history. The package may lie inside somebody else's checkout, so
+    git must know this very file.
     """
+    if named := os.environ.get("FUSESTEP_COMMIT"):
+        return named
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str | None:
