@@ -5,8 +5,8 @@
 over the last dimensions of x, `normalized_shape`; var is the biased variance. Computed in fp32 and rounded once.
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 
-The reference, the raw ops and the gradient are shared with RMSNorm and stand in norm_reference.py and norm.py; the
-kernels in norm_forward.py and norm_backward.py.
+The reference, the raw ops and the gradient are shared with RMSNorm and stand in norm_reference.py, norm_ops.py and
+norm.py; the kernels in norm_forward.py and norm_backward.py.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fusestep.ops import norm_backward, norm_forward
-from fusestep.ops.norm import norm_backward as backward_op
-from fusestep.ops.norm import norm_forward as forward_op
-from fusestep.ops.norm import norm_forward_residual as residual_op
+from fusestep.ops.norm_ops import norm_backward as backward_op
+from fusestep.ops.norm_ops import norm_forward as forward_op
+from fusestep.ops.norm_ops import norm_forward_residual as residual_op
 from fusestep.ops.norm_reference import backward_reference, forward_reference
 from fusestep.ops.registry import Compilation, Proof, relative_error
 

@@ -5,8 +5,8 @@
 over the last dimensions of x, `normalized_shape`. Computed in fp32 and rounded once.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
-The reference, the raw ops and the gradient are shared with LayerNorm and stand in norm_reference.py and norm.py; the
-kernels in norm_forward.py and norm_backward.py.
+The reference, the raw ops and the gradient are shared with LayerNorm and stand in norm_reference.py, norm_ops.py and
+norm.py; the kernels in norm_forward.py and norm_backward.py.
 """
 
 from __future__ import annotations
