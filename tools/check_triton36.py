@@ -2,7 +2,9 @@
 
     python tools/check_triton36.py [PYTEST ARGUMENTS…]
 
-Everything but Triton comes from the running environment: Triton 3.6 lies in a folder of its own, in front of it.
+Everything but Triton and NumPy comes from the running environment: these lie in a folder of their own, in front of it.
+Triton 3.6's interpreter reads loop bounds as Python ints from arrays of one element, which NumPy 2.4 refuses and older
+ones warn of.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "3.6.0"
-FOLDER = ROOT / "build" / f"triton-{VERSION}"
+NUMPY = "numpy<2.4"
+FOLDER = ROOT / "build" / f"triton-{VERSION}-with-numpy"
+WARNING = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
 
 
 def install() -> None:
@@ -24,7 +28,7 @@ def install() -> None:
         return
     print(f"Installing triton {VERSION} into {FOLDER.relative_to(ROOT)}", flush=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--upgrade", "--target", FOLDER, f"triton=={VERSION}"], check=True)
+    subprocess.run([*pip, "--no-deps", "--upgrade", "--target", FOLDER, f"triton=={VERSION}", NUMPY], check=True)
     whole.touch()
 
 
@@ -43,7 +47,10 @@ def main() -> int:
         return 1
     print(f"Tests under Triton {said}", flush=True)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "2", *sys.argv[1:]], cwd=ROOT, env=environment, check=False
+        [sys.executable, "-m", "pytest", "-n", "2", "-W", WARNING, *sys.argv[1:]],
+        cwd=ROOT,
+        env=environment,
+        check=False,
     ).returncode
 
 
