@@ -28,7 +28,7 @@ STORY = [
         "A tiny GPT learns what Python looks like, byte by byte, from the standard library's own sources.",
         [
             "fusestep train --preset tiny --data text:stdlib --steps 800 --lr 3e-3 --warmup 20 --out demo/text",
-            "fusestep generate demo/text --prompt 'def ' --tokens 200 --temperature 0.5 --seed 1",
+            "fusestep generate demo/text --prompt 'def ' --tokens 200 --temperature 0.9 --seed 1",
         ],
     ),
     (
