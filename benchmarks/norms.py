@@ -58,7 +58,7 @@ def check(kind: str, norm: Any, rows: int, width: int) -> float:
     y = norm(x)
     found = [y, *torch.autograd.grad(y, [x, *parameters(norm)], gradient)]
     wanted = oracle(kind, x.detach(), gradient, norm.weight.detach(), getattr(norm, "bias", None))
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+    return max(float((a.detach().double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
 
 
 def run(copy: float) -> list[dict[str, Any]]:
