@@ -27,7 +27,7 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forward(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
         if width > 8:
             return norm_forward.ForwardLaunch(8, 1, None, 1)
-        return norm_forward.ForwardLaunch(8, 2, 2, 1, 2)
+        return norm_forward.ForwardLaunch(8, 2, 2, 1, 2, reload=False)
 
     def backward(*_: object) -> norm_backward.BackwardLaunch:
         return norm_backward.BackwardLaunch(8, 2, 2, 1, 2)

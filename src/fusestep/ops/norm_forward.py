@@ -75,11 +75,15 @@ def _norm_forward_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     STATISTICS: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Whole rows in registers, ROWS at a time; the loads of the next tiles are under way while one is worked on."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     in_width = column < WIDTH
+    if not RELOAD:
+        kept_weight = load_columns(weight_ptr, column, in_width, 1.0)
+        kept_bias = load_columns(bias_ptr, column, in_width, 0.0)
     tiles = (rows - 1) // ROWS + 1
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
@@ -102,8 +106,8 @@ def _norm_forward_kernel(
             tl.store(statistics_ptr + row * STATISTICS + 1, mean, mask=in_rows)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
         tl.store(statistics_ptr + row * STATISTICS, rstd, mask=in_rows)
-        weight = load_columns(weight_ptr, column, in_width, 1.0)
-        bias = load_columns(bias_ptr, column, in_width, 0.0)
+        weight = load_columns(weight_ptr, column, in_width, 1.0) if RELOAD else kept_weight
+        bias = load_columns(bias_ptr, column, in_width, 0.0) if RELOAD else kept_bias
         tl.store(y_ptr + row * WIDTH + column, x * rstd * weight + bias, mask=mask)
 
 
@@ -172,7 +176,8 @@ def _norm_forward_wide_kernel(
 class ForwardLaunch:
     """How the forward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
 
-    A row wider than `block` takes the wide kernel, one row a program. `programs` is None for one program a tile.
+    A row wider than `block` takes the wide kernel, one row a program. `programs` is None for one program a tile. With
+    `reload` weight and bias are read where they are needed, instead of being kept in registers from the start.
     """
 
     block: int
@@ -180,6 +185,7 @@ class ForwardLaunch:
     programs: int | None
     warps: int
     stages: int = 1
+    reload: bool = True
 
 
 #: Rows wider than this are walked in blocks; up to it they fit in the registers of 1024 threads.
@@ -191,17 +197,17 @@ def forward_launch(width: int, multiprocessors: int) -> ForwardLaunch:
     """The launch for rows of a width.
 
     One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm. At width 768 eight persistent
-    programs a multiprocessor, one warp each, with loads four tiles ahead: 0.84 and 0.87; programs of two or more warps
-    lose a tenth, since it is instructions, not bytes, that bound narrow rows. From 2048 on one program a row, a warp
-    for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192, 0.91 and 0.96 at 16384; other warps are
-    within 0.02, persistent programs lose up to a tenth. Weight and bias are read where they are needed: kept in
-    registers they cost 0.01 at 768 and up to 0.06 at 16384.
+    programs a multiprocessor, one warp each, with loads four tiles ahead and weight and bias kept in registers: 0.84
+    and 0.87 (0.73 and 0.82 with weight and bias read in the loop, where their loads join the pipeline); programs of
+    two or more warps lose a tenth, since it is instructions, not bytes, that bound narrow rows. From 2048 on one
+    program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192, 0.91 and 0.96 at
+    16384; other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in registers 0.06.
     """
     block = 1 << max(width - 1, 0).bit_length()
     if block > WIDEST_ROW:
         return ForwardLaunch(WIDE_BLOCK, 1, None, 16)
     if block <= 1024:
-        return ForwardLaunch(block, min(128, 2048 // block), 8 * multiprocessors, 1, 4)
+        return ForwardLaunch(block, min(128, 2048 // block), 8 * multiprocessors, 1, 4, reload=False)
     return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))
 
 
@@ -240,7 +246,7 @@ def _prepared(
     constants = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": columns, "num_warps": choice.warps}
     if choice.block < width:
         return PreparedLaunch(_norm_forward_wide_kernel, (rows,), device, numbers, **constants)
-    constants |= {"ROWS": choice.rows, "STAGES": choice.stages}
+    constants |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
     tiles = -(-rows // choice.rows)
     programs = tiles if choice.programs is None else min(choice.programs, tiles)
     return PreparedLaunch(_norm_forward_kernel, (programs,), device, numbers, **constants)
@@ -261,7 +267,7 @@ def compilations(centred: bool) -> Iterator[Compilation]:
             kernel = _norm_forward_wide_kernel
             if choice.block >= width:
                 kernel = _norm_forward_kernel
-                constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages}
+                constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
             pointers = {
                 "x_ptr": element,
                 "residual_ptr": element if has_residual else None,
