@@ -38,6 +38,32 @@ def program(path: Path, script: str = "#!/bin/sh\n") -> Path:
     return path
 
 
+# Devices by name
+
+
+def test_a_device_name_means_the_same_everywhere(monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
+    monkeypatch.setattr(hardware, "devices", lambda: (gpu(), gpu(index=1)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert hardware.device_named("cpu") == torch.device("cpu")
+    assert hardware.device_named("auto") == hardware.device_named("cuda") == torch.device("cuda", 1)
+    assert hardware.device_named("cuda:0") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "", "cuda:0 "])
+def test_a_word_that_names_no_device_is_refused(one_gpu: None, name: str) -> None:
+    with pytest.raises(UserError, match=f"--device is '{name}'; choose auto, cpu, cuda or cuda:N"):
+        hardware.device_named(name)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> None:
+    with pytest.raises(UserError, match="--device is cuda:3, but there is 1 CUDA device; choose one of cuda:0 to"):
+        hardware.device_named("cuda:3")
+    monkeypatch.setattr(hardware, "cuda_support", lambda: Support(False, "no CUDA device is visible"))
+    with pytest.raises(UserError, match="--device is cuda, but no CUDA device is visible; use --device cpu"):
+        hardware.device_named("cuda")
+    assert hardware.device_named("auto") == torch.device("cpu")
+
+
 # CUDA, mocked at torch's edge
 
 

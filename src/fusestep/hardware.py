@@ -103,6 +103,27 @@ def devices() -> tuple[Device, ...]:
     return tuple(found)
 
 
+def device_named(name: str) -> torch.device:
+    """The device that a person means by auto, cpu, cuda or cuda:N; auto is the current CUDA device, or else the CPU.
+
+    Raises: UserError for any other word, and for a CUDA device that is not there.
+    """
+    if name == "cpu" or (name == "auto" and not cuda_support().ok):
+        return torch.device("cpu")
+    if re.fullmatch(r"auto|cuda(:\d{1,4})?", name) is None:
+        raise UserError(f"--device is {name!r}; choose auto, cpu, cuda or cuda:N.")
+    support = cuda_support()
+    if not support.ok:
+        raise UserError(f"--device is {name}, but {support.reason}; use --device cpu, or auto.")
+    number = name.partition(":")[2]
+    index = int(number) if number else torch.cuda.current_device()
+    if index >= len(devices()):
+        raise UserError(
+            f"--device is {name}, but there is {support.reason}; choose one of cuda:0 to cuda:{len(devices()) - 1}."
+        )
+    return torch.device("cuda", index)
+
+
 @functools.cache
 def multiprocessors(index: int) -> int:
     """Streaming multiprocessors of a CUDA device; 4 where there is none (the interpreter), so that grids stay small."""

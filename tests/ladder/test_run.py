@@ -142,7 +142,7 @@ def test_leaving_early_ends_the_worker() -> None:
         ({"batch": 0}, "--batch is 0"),
         ({"seed": -1}, "--seed is -1"),
         ({"device": "tpu"}, "--device is 'tpu'"),
-        ({"device": "cuda:77"}, "--device cuda:77 is not there"),
+        ({"device": "cuda:77"}, "--device is cuda:77, but"),
         ({"rungs": "apex"}, "no rung"),
         ({"data": "audio:x"}, "audio"),
         ({"data": "text:/no/such/folder"}, "/no/such/folder"),

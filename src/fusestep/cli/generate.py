@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from fusestep import hardware
 from fusestep.data import Bytes, Numbers, arithmetic_sequences, strides
 from fusestep.errors import UserError
 from fusestep.models import generate
-from fusestep.train import TrainConfig
 from fusestep.train.checkpoint import Checkpoint, load_model
 
 SCHEMA = 1
@@ -57,7 +57,7 @@ def command(
         int | None, typer.Option(help="Sample among this many likeliest tokens. [default: all]", metavar="K")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue prompts with a trained model.
@@ -67,9 +67,7 @@ def command(
 
     Beyond the model's context, each token is generated from the last `context` tokens alone.
     """
-    # The trainer's rule for --device, so that both commands take and refuse the same.
-    target = TrainConfig(device=device).torch_device()  # type: ignore[arg-type]
-    model, checkpoint = load_model(run, target)
+    model, checkpoint = load_model(run, hardware.device_named(device))
     vocabulary, is_arithmetic = _vocabulary(checkpoint)
     prompts = _prompts(prompt, vocabulary, checkpoint, is_arithmetic=is_arithmetic)
     if tokens is None:

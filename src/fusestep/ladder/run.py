@@ -42,7 +42,7 @@ class LadderConfig:
         steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
         gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 40 on a CPU.
         batch: sequences a step.
-        device: "auto", "cpu", "cuda" or "cuda:1" and so on.
+        device: as `fusestep.hardware.device_named` reads it.
         seed: of weights, data and the order of the rungs.
     """
 
@@ -109,7 +109,7 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}; give an integer from 0 to 2^63 - 1.")
     names = select(config.rungs, rungs)
-    device = _device(config.device)
+    device = hardware.device_named(config.device)
     on_gpu = device.type == "cuda"
     preset = ("mini" if on_gpu else "tiny") if config.preset == "auto" else config.preset
     if preset not in PRESETS:
@@ -263,25 +263,3 @@ def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[Ru
 def _for_symbols(base: GPTConfig, symbols: int) -> GPTConfig:
     """The preset, with a wider vocabulary where the data needs one: it is the preset's shapes that are measured."""
     return base if symbols <= base.symbols else base.with_vocabulary(symbols)
-
-
-def _device(name: str) -> torch.device:
-    support = hardware.cuda_support()
-    if name == "auto":
-        return torch.device("cuda", 0) if support.ok else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device is {name!r}; choose auto, cpu or cuda.")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if not support.ok:
-        raise UserError(f"--device {name} is not there: {support.reason}; choose --device cpu.")
-    index = device.index or 0
-    if index >= len(hardware.devices()):
-        raise UserError(
-            f"--device {name} is not there: {support.reason}; choose cuda:0 to cuda:{len(hardware.devices()) - 1}."
-        )
-    return torch.device("cuda", index)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusestep.errors import UserError
+from fusestep.models.config import Form, Norm
 
 Precision = Literal["fp32", "bf16"]
 
@@ -27,8 +28,8 @@ class Recipe:
         lr: learning rate; weight decay is torch's default, 0.01.
     """
 
-    form: Literal["seed", "plain", "fused"] = "seed"
-    norm: Literal["torch", "fused"] = "torch"
+    form: Form = "seed"
+    norm: Norm = "torch"
     optimizer: Literal["torch", "fused"] = "torch"
     precision: Precision = "fp32"
     lr: float = 3e-4

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from fusestep.errors import UserError
 
+#: Whose code the blocks are, and whose layer norms they use; see GPTConfig.
 Form = Literal["seed", "plain", "fused"]
 Norm = Literal["torch", "fused"]
 

@@ -17,9 +17,10 @@ import torch
 from fusestep import hardware
 from fusestep.errors import UserError
 from fusestep.models import PRESETS, GPTConfig
+from fusestep.models.config import Form
+from fusestep.precision import BF16_CAPABILITY
 from fusestep.train import run_folder
 
-Form = Literal["seed", "plain", "fused"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -30,7 +31,7 @@ MODEL_FIELDS = ("vocab_size", "width", "heads", "layers", "ffn_width", "context"
 MAXIMUM_WINDOW = MAXIMUM_DIMENSION = 2**24
 
 #: The least compute capability that computes in a 16-bit format at speed.
-_CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
+_CAPABILITY = {"bf16": BF16_CAPABILITY, "fp16": (7, 0)}
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -135,9 +136,7 @@ class TrainConfig:
 
     def torch_device(self) -> torch.device:
         """The device that the run uses; auto is the current CUDA device where there is one."""
-        if self.device == "cpu" or (self.device == "auto" and not hardware.cuda_support().ok):
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        return hardware.device_named(self.device)
 
     def resolved(self) -> TrainConfig:
         """The same run with auto's preset by its name, so that a checkpoint says what was trained."""
@@ -177,16 +176,14 @@ class TrainConfig:
 
     def _check_device(self) -> None:
         """Refuse a GPU that is not there, and a precision that the GPU has no units for."""
-        if self.device == "cpu" or (self.device == "auto" and self.precision == "fp32"):
+        if self.device == "auto" and self.precision == "fp32":
+            return  # any device will do, so none is looked for yet
+        target = self.torch_device()
+        if self.precision == "fp32" or target.type == "cpu":
             return
-        support = hardware.cuda_support()
-        if self.device == "cuda" and not support.ok:
-            raise UserError(f"--device is cuda, but {support.reason}; use --device cpu, or auto.")
-        if self.precision == "fp32" or not support.ok:
-            return
-        device = hardware.devices()[torch.cuda.current_device()]
+        device = hardware.devices()[target.index]
         if device.capability < _CAPABILITY[self.precision]:
-            have, need = (".".join(map(str, c)) for c in (device.capability, _CAPABILITY[self.precision]))
+            have, need = hardware.dotted(device.capability), hardware.dotted(_CAPABILITY[self.precision])
             others = "fp32" if self.precision == "fp16" else "fp16 or fp32"
             raise UserError(
                 f"--precision is {self.precision}, which needs compute capability {need}; {device.name} has {have}: "
