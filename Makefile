@@ -21,7 +21,7 @@ help: ## list the targets (this)
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	@tools/setup.sh $(VENV)
 
-.PHONY: setup demo test bench
+.PHONY: setup demo test bench figures
 setup: $(READY) ## make the virtual environment .venv; every other target does it by itself
 	@echo "$(VENV) is ready."
 
@@ -33,6 +33,9 @@ test: $(READY) ## run the tests, then the kernels through Triton's interpreter; 
 
 bench: $(READY) ## time the kernels against the copy's speed and their peers (needs a GPU)
 	@$(PYTHON_IN_VENV) -m benchmarks $(ARGS)
+
+figures: $(READY) ## write the README's figures from benchmarks/results/
+	@$(PYTHON_IN_VENV) tools/figures.py
 
 .PHONY: check lint format types check-wheel check-kernels check-triton36
 check: lint types test check-wheel check-kernels check-triton36 ## all that CI checks

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import demo
+import figures
 from fusestep.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +119,18 @@ def code_blocks(page: Path, language: str) -> list[str]:
 def test_the_readme_shows_the_demo_s_commands() -> None:
     block = next(block for block in code_blocks(ROOT / "README.md", "") if "fusestep doctor" in block)
     assert block.splitlines() == COMMANDS
+
+
+def test_the_readme_s_figures_are_those_of_the_results_files() -> None:
+    text = figures.README.read_text()
+    assert text == figures.with_figures(text, figures.newest_results(figures.RESULTS)), "run make figures"
+
+
+def test_the_newest_results_of_each_part_are_shown(tmp_path: Path) -> None:
+    for name in ("2026-01-09-chip-adam", "2026-01-10-chip-adam", "2026-01-08-chip-norms"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    found = [result["file"] for result in figures.newest_results(tmp_path)]
+    assert found == ["2026-01-10-chip-adam.json", "2026-01-08-chip-norms.json"]
 
 
 def test_make_targets_in_the_docs_exist() -> None:

@@ -1,0 +1,132 @@
+"""Write the README's figures from the results files, so that none is typed by hand.
+
+    python tools/figures.py
+
+Reads the newest file of each part in benchmarks/results/ and replaces what stands between the README's two marks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures: written by tools/figures.py -->", "<!-- end of figures -->"
+
+
+def newest_results(folder: Path) -> list[dict[str, Any]]:
+    """The newest file of each name, after the date that it begins with, in the order of the names."""
+    newest: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.json")):
+        newest[re.sub(r"^\d{4}-\d{2}-\d{2}-", "", path.stem)] = path
+    return [{"file": path.name, **json.loads(path.read_text())} for _, path in sorted(newest.items())]
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table; every column after the first holds numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def adam(result: dict[str, Any]) -> str:
+    """A row for each set of parameters, plain and with clipping."""
+    by_name = {(row["set"], row["implementation"]): row for row in result["rows"]}
+    rows = []
+    for name in dict.fromkeys(row["set"] for row in result["rows"]):
+        for suffix, words in (("", ""), ("+clip", ", clipped by global norm")):
+            ours, theirs = by_name[name, f"fusestep{suffix}"], by_name[name, f"torch fused{suffix}"]
+            rows.append(
+                [
+                    f"{ours['parameters'] / 1e6:,.0f} M in {ours['tensors']} tensors{words}",
+                    f"{ours['device_ms']:.3f} ms",
+                    f"{theirs['device_ms']:.3f} ms",
+                    f"{ours['of_floor']:.2f}",
+                    f"{theirs['of_floor']:.2f}",
+                ]
+            )
+    header = ["AdamW step, fp32", "FusedAdam", "torch, fused", "of floor", "torch's"]
+    return table(header, rows)
+
+
+def norms(result: dict[str, Any]) -> str:
+    """A row for each norm and shape: forward, backward, and the host's time for both."""
+    names = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+    by_name = {(row["kind"], row["width"], row["implementation"]): row for row in result["rows"]}
+    rows = []
+    for kind in names:
+        for count, width in dict.fromkeys((row["rows"], row["width"]) for row in result["rows"]):
+            candidates = [by_name[kind, width, name] for name in ("fusestep", "torch", "torch.compile")]
+            rows.append(
+                [
+                    f"{names[kind]} {count} × {width}",
+                    *(" / ".join(f"{one[f'{way}_us']:.0f}" for one in candidates) for way in ("forward", "backward")),
+                    f"{candidates[0]['forward_of_floor']:.2f} / {candidates[0]['backward_of_floor']:.2f}",
+                    " / ".join(f"{one['host_us']:.0f}" for one in candidates),
+                ]
+            )
+    return table(
+        ["bf16, µs: ours / torch / torch.compile", "forward", "backward", "ours, of floor", "host, both"], rows
+    )
+
+
+def ladder(result: dict[str, Any]) -> str:
+    """A row for each rung, its gain with the confidence interval."""
+    plan = result["plan"]
+    first = result["rungs"][0]["name"]
+    rows = []
+    for rung in result["rungs"]:
+        if rung["step_ms"] is None:
+            rows.append([rung["name"], "did not run", "", "", ""])
+            continue
+        gain, low, high = (rung[f"gain_over_first{end}"] for end in ("", "_low", "_high"))
+        claim = "" if gain is None else f"{gain:.2f}×" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
+        deviation = "" if rung["loss_deviation"] is None else f"{rung['loss_deviation']:.3%}"
+        rows.append(
+            [
+                f"`{rung['name']}`",
+                f"{rung['step_ms']:.2f} ms",
+                f"{rung['peak_bytes'] / 2**20:,.0f} MiB",
+                claim,
+                deviation,
+            ]
+        )
+    model = plan["model"]
+    heading = (
+        f"`fusestep ladder --preset {plan['preset']}`: {plan['parameters'] / 1e6:.0f} M parameters, "
+        f"{model['layers']} layers × {model['width']}, {plan['batch']} sequences of {model['context']}\n\n"
+    )
+    return heading + table(["rung (cumulative)", "step", "peak memory", f"over {first}", "loss off by"], rows)
+
+
+def figures(results: list[dict[str, Any]]) -> str:
+    """The text between the marks."""
+    parts = []
+    for result in results:
+        show = ladder if "rungs" in result else {"adam": adam, "norms": norms}[result["part"]]
+        environment = result["environment"]
+        source = (
+            f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, Triton {environment['triton']}: "
+            f"[{result['file']}](benchmarks/results/{result['file']})"
+        )
+        parts.append(f"{show(result)}\n\n{source}")
+    return "\n\n".join(parts)
+
+
+def with_figures(text: str, results: list[dict[str, Any]]) -> str:
+    """The README with today's figures between its marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{figures(results)}\n\n{END}{after}"
+
+
+def main() -> None:
+    README.write_text(with_figures(README.read_text(), newest_results(RESULTS)))
+
+
+if __name__ == "__main__":
+    main()
