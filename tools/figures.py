@@ -110,7 +110,8 @@ def figures(results: list[dict[str, Any]]) -> str:
         show = ladder if "rungs" in result else {"adam": adam, "norms": norms}[result["part"]]
         environment = result["environment"]
         source = (
-            f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, Triton {environment['triton']}: "
+            f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, "
+            f"Triton {environment['triton']}: "
             f"[{result['file']}](benchmarks/results/{result['file']})"
         )
         parts.append(f"{show(result)}\n\n{source}")
