@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fusestep import durable
 from fusestep.ladder import environment
 
 CALLS = 12
@@ -132,6 +133,4 @@ def write_results(path: Path, part: str, copy: float, rows: list[dict[str, Any]]
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.replace(path)
+    durable.write_together({path: json.dumps(document, indent=1) + "\n"})

@@ -17,9 +17,10 @@ import safetensors
 import torch
 from torch import Tensor
 
+from fusestep import durable
 from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
-from fusestep.train import checkpoint, durable, load_model
+from fusestep.train import checkpoint, load_model
 
 CONFIG = GPTConfig(vocab_size=11, width=8, heads=2, layers=1, ffn_width=12, context=5)
 
@@ -221,6 +222,7 @@ def test_a_limit_of_the_system_on_file_size_is_one_sentence(tmp_path: Path) -> N
     program = """
 import resource, sys, torch
 from pathlib import Path
+from fusestep import durable
 from fusestep.errors import UserError
 from fusestep.train import checkpoint
 run = Path(sys.argv[1])

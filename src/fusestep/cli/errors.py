@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from fusestep import memory
 from fusestep.errors import UserError
 
 #: The packages that only an extra brings, and which extra that is.
@@ -71,16 +72,10 @@ def mendable(error: Exception) -> str | None:
 
 def _out_of_memory(error: Exception) -> str | None:
     """The sentence for memory that ran out on a GPU or on the host; the trainer adds what filled it."""
-    mend = "lower --batch, or choose a smaller --preset."
-    if isinstance(error, MemoryError):
-        return f"out of memory on this machine; {mend}"
-    # torch is looked up, not imported: an error of its kind cannot come from a process that never loaded it.
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(error, RuntimeError):
+    if not memory.ran_out(error):
         return None
-    if isinstance(error, torch.OutOfMemoryError):
-        peak = torch.cuda.max_memory_allocated() / 2**30
+    mend = "lower --batch, or choose a smaller --preset."
+    if memory.ran_out_on_gpu(error):
+        peak = sys.modules["torch"].cuda.max_memory_allocated() / memory.GIB
         return f"out of GPU memory, after a peak of {peak:.2f} GiB; {mend}"
-    if "DefaultCPUAllocator" in str(error):
-        return f"out of memory on this machine; {mend}"
-    return None
+    return f"out of memory on this machine; {mend}"

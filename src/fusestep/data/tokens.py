@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fusestep import durable
 from fusestep.data.vocabulary import Numbers
 from fusestep.data.windows import draw_windows
 from fusestep.errors import UserError
@@ -178,24 +179,17 @@ def write_token_file(path: str | os.PathLike[str], ids: Tensor | Iterable[int | 
     if not path.parent.is_dir():
         raise UserError(f"write_token_file: the folder {path.parent} does not exist; make it first.")
     width = 2 if vocab_size <= 1 << 16 else 4
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(bytes(_HEADER.size))
-            count = 0
-            for chunk in _chunks(ids):
-                _check_ids(chunk, count, vocab_size)
-                # Narrowing keeps the low bytes, which are those of the unsigned id.
-                narrow = chunk.to(_SIGNED[width])
-                file.write(ctypes.string_at(narrow.data_ptr(), narrow.numel() * width))
-                count += chunk.numel()
-            file.seek(0)
-            file.write(_HEADER.pack(MAGIC, VERSION, width, vocab_size, count))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with durable.replacing(path) as file:
+        file.write(bytes(_HEADER.size))
+        count = 0
+        for chunk in _chunks(ids):
+            _check_ids(chunk, count, vocab_size)
+            # Narrowing keeps the low bytes, which are those of the unsigned id.
+            narrow = chunk.to(_SIGNED[width])
+            file.write(ctypes.string_at(narrow.data_ptr(), narrow.numel() * width))
+            count += chunk.numel()
+        file.seek(0)
+        file.write(_HEADER.pack(MAGIC, VERSION, width, vocab_size, count))
 
 
 def _chunks(ids: Tensor | Iterable[int | Tensor]) -> Iterator[Tensor]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from fusestep.memory import of_process, peak_resident
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PeakOfSteps:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = _of_process("VmRSS")
+        self._before = of_process("VmRSS")
         self.result = Peak(None, None, None, self._before)
 
     def begin(self) -> None:
@@ -52,26 +52,4 @@ class PeakOfSteps:
         if self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device)
             reserved = torch.cuda.max_memory_reserved(self._device)
-        self.result = Peak(allocated, reserved, _resident_peak(), self._before)
-
-
-def _resident_peak() -> int | None:
-    """The largest resident set of this process so far.
-
-    Not ru_maxrss where it can be helped: on Linux it starts from the parent's, so that a large parent hides its child.
-    """
-    peak = _of_process("VmHWM")
-    if peak is not None or sys.platform == "win32":
-        return peak
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _of_process(field: str) -> int | None:
-    """A field of /proc/self/status, in bytes; None where there is no such file."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return None
-    line = next((line for line in status.read_text().splitlines() if line.startswith(f"{field}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+        self.result = Peak(allocated, reserved, peak_resident(), self._before)

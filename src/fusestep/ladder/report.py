@@ -7,12 +7,12 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusestep import durable
 from fusestep.errors import UserError
 from fusestep.ladder.results import Comparison, Ladder, RungResult
 from fusestep.ladder.statistics import CONFIDENCE
@@ -36,9 +36,9 @@ def check_folder(folder: Path) -> None:
     for name in (JSON, CSV):
         if (folder / name).exists():
             raise UserError(f"--out {folder} already holds a ladder ({name}); name another folder, or remove that one.")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--out {folder} cannot be made: {existing} is not a folder that you may write to.")
+    obstacle = durable.obstacle(folder)
+    if obstacle is not None:
+        raise UserError(f"--out {folder} cannot be made: {obstacle} is not a folder that you may write to.")
 
 
 def save(ladder: Ladder, folder: Path) -> None:
@@ -50,19 +50,10 @@ def save(ladder: Ladder, folder: Path) -> None:
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     # ladder.json comes last, so that where it is the other one is too.
-    texts = {CSV: as_csv(ladder), JSON: json.dumps(as_dict(ladder), indent=1, allow_nan=False) + "\n"}
-    written = {name: folder / f".{name}.{os.getpid()}" for name in texts}
+    text = json.dumps(as_dict(ladder), indent=1, allow_nan=False) + "\n"
     try:
-        for name, text in texts.items():
-            with written[name].open("w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for name, path in written.items():
-            path.replace(folder / name)
+        durable.write_together({folder / CSV: as_csv(ladder), folder / JSON: text})
     finally:
-        for path in written.values():
-            path.unlink(missing_ok=True)
         if made and not (folder / JSON).exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()

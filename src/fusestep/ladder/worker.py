@@ -22,12 +22,12 @@ from typing import IO, Any, Literal, NoReturn
 import torch
 import torch._dynamo  # torch.optim imports it in its first step, which would count as that rung's
 
-from fusestep.dispatch import StrictFallbackError
 from fusestep.errors import UserError
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.step import Step, batches, parts_that_ran
 from fusestep.ladder.timing import clock_of, measure
+from fusestep.memory import GIB, ran_out, ran_out_on_gpu
 from fusestep.models import GPTConfig
 
 #: Timed steps rotate through this many batches, made beforehand: loading data is not what a rung changes.
@@ -70,7 +70,7 @@ class Request:
 
 
 def perform(request: Request) -> dict[str, Any]:
-    """Run a request in this process; the dictionary that `Curve` or `Round` of `fusestep.ladder.results` reads."""
+    """Run a request in this process; its losses, or what `Round` of `fusestep.ladder.results` reads."""
     device = torch.device(request.device)
     peak = PeakOfSteps(device)
     config = GPTConfig(**request.model)
@@ -115,16 +115,16 @@ def answer(text: str) -> dict[str, Any]:
     mend = f"lower --batch (now {request.batch}) or choose a smaller --preset."
     try:
         return {"done": perform(request)}
-    except (UserError, StrictFallbackError) as error:
+    except UserError as error:
         return {"failed": str(error)}
-    except torch.OutOfMemoryError:
-        taken = torch.cuda.max_memory_reserved(request.device) / 2**30
-        total = torch.cuda.get_device_properties(request.device).total_memory / 2**30
-        return {"failed": f"out of GPU memory after a peak of {taken:.2f} of {total:.2f} GiB; {mend}"}
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        if not ran_out(error):
+            raise
+        if not ran_out_on_gpu(error):
             return {"failed": f"out of memory on this machine; {mend}"}
-        raise
+        taken = torch.cuda.max_memory_reserved(request.device) / GIB
+        total = torch.cuda.get_device_properties(request.device).total_memory / GIB
+        return {"failed": f"out of GPU memory after a peak of {taken:.2f} of {total:.2f} GiB; {mend}"}
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fusestep.durable import TEMPORARY, DurableFile, sync_folder
 from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
-from fusestep.train.durable import TEMPORARY, DurableFile, sync_folder
 
 #: Raised by one whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -246,6 +246,8 @@ def plain_name(name: str) -> str:
 
 def remove_leftovers(run: Path) -> None:
     """Remove what a killed process was writing or discarding."""
+    for path in run.glob(f"{TEMPORARY}*"):
+        path.unlink()
     for path in (run / FOLDER).glob(f"{TEMPORARY}*"):
         shutil.rmtree(path)
 

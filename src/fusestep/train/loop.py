@@ -18,6 +18,7 @@ import torch
 from fusestep import dispatch
 from fusestep.data import Source, open_source
 from fusestep.errors import UserError
+from fusestep.memory import ran_out
 from fusestep.train import checkpoint, memory
 from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, option
@@ -69,7 +70,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
             with Interruption(run.interrupted) as interruption:
                 return run.go(interruption)
         except (RuntimeError, MemoryError) as error:
-            if not memory.ran_out(error):
+            if not ran_out(error):
                 raise
             raise UserError(run.memory_sentence()) from error
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
 import psutil
 import torch
 from torch import nn
 
-GIB = 2**30
+from fusestep.memory import GIB, peak_resident
 
 
 def in_use(device: torch.device) -> int:
@@ -24,15 +21,7 @@ def peak(device: torch.device) -> int:
     """The most bytes at one time so far: allocated on a GPU, resident for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an error means that memory is exhausted, on a GPU or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return max(peak_resident() or 0, in_use(device))
 
 
 def parts(model: nn.Module | None, *, has_masters: bool, accumulates_in_fp32: bool, peak: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from fusestep.train.memory import GIB
+from fusestep.memory import GIB
 
 #: Plain lines in a whole run, beside the first and the last.
 PLAIN_LINES = 20

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fusestep import durable
 from fusestep.errors import UserError
-from fusestep.train import checkpoint, durable
+from fusestep.train import checkpoint
 
 #: Of config.json; raised whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -64,7 +65,7 @@ class RunFolder:
                 self._truncate_metrics(last_step)
                 checkpoint.remove_leftovers(self.path)
             text = json.dumps({"schema": SCHEMA, **contents}, indent=1)
-            durable.write_atomically(self.path / CONFIG, text + "\n")
+            durable.write_together({self.path / CONFIG: text + "\n"})
         except OSError as error:
             if is_new and self._descriptor is not None:
                 self.close()
@@ -112,9 +113,9 @@ class RunFolder:
                 raise UserError(f"{self.path} exists and is not empty; choose another folder with --out.")
         elif self.path.exists():
             raise UserError(f"{self.path} is a file; choose a folder with --out.")
-        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise UserError(f"{self.path} cannot be made, since {existing} cannot be written; choose another --out.")
+        obstacle = durable.obstacle(self.path)
+        if obstacle is not None:
+            raise UserError(f"{self.path} cannot be made, since {obstacle} cannot be written; choose another --out.")
 
     def _create(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 #: How a file or folder is called while it is being written.
 TEMPORARY = ".writing-"
@@ -25,18 +27,52 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file: complete with the new text, or as it was."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+def obstacle(folder: Path) -> Path | None:
+    """What stands in the way of making a folder or writing into it: the nearest path that exists; None if nothing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return None if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else existing
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` when it is complete; after an error `path` is as it was."""
+    temporary = _temporary(path)
     try:
-        temporary.unlink(missing_ok=True)
-        with DurableFile(temporary) as file:
-            file.write(text.encode())
+        with _synced(temporary) as file:
+            yield file
         temporary.replace(path)
         sync_folder(path.parent)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """Write small files of one folder: all are complete before the first gets its name, in the order given."""
+    temporaries = {path: _temporary(path) for path in texts}
+    try:
+        for path, temporary in temporaries.items():
+            with _synced(temporary) as file:
+                file.write(texts[path].encode())
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
+        sync_folder(next(iter(texts)).parent)
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    # With the process's number, so that two that write the same file do not meet in one.
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+
+
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, on the disk when the block ends."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class DurableFile:
