@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusestep.errors import UserError
 from fusestep.ops import adam as op
-from fusestep.ops.adam import AdamSignature, Hyperparameters, adam_, adam_rows, launch_adam
+from fusestep.ops.adam import adam_
+from fusestep.ops.adam_kernel import AdamSignature, adam_rows, compilations, launch_adam
+from fusestep.ops.adam_reference import BATCH, Hyperparameters
 from fusestep.ops.tensor_table import BLOCK, TensorTable, upload
 
 PLACES = [
@@ -211,7 +214,7 @@ def test_op_is_registered_as_torch_expects_on_a_gpu() -> None:
 
 
 def test_long_parameters_are_cut_into_batches_without_a_seam() -> None:
-    n = 2 * op.BATCH + 13
+    n = 2 * BATCH + 13
     w, g, m, v = (torch.randn(n // 7, 7) for _ in range(4))
     w, g, m, v = w.t(), g.t(), m.t(), v.abs().t()
     expected = oracle(w, g, m, v, 1, 0.03)
@@ -222,5 +225,14 @@ def test_long_parameters_are_cut_into_batches_without_a_seam() -> None:
 
 def test_catalogue_proves_and_covers_every_launch() -> None:
     assert all(proof.ok for proof in op._prove(torch.device("cpu")))
-    labels = [one.label for one in op._compilations()]
+    labels = [one.label for one in compilations()]
     assert len(set(labels)) == len(labels) == 88
+
+
+def test_tensors_on_several_devices_are_refused_before_anything_changes() -> None:
+    lists = [[torch.ones(3), torch.ones(5)] for _ in range(4)]
+    lists[1][1] = torch.ones(5, device="meta")
+    steps = [torch.zeros(()) for _ in range(2)]
+    with pytest.raises(UserError, match="adam_: gradient 1 is on meta and parameter 0 on cpu"):
+        op._adam(*lists, [], steps, torch.tensor(0.1), 0.9, 0.99, 1e-8, 0.0, True, True, None, None)
+    assert all(torch.equal(t, torch.ones_like(t)) for t in (*lists[0], *lists[2]))

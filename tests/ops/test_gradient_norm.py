@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusestep.errors import UserError
 from fusestep.ops import gradient_norm as op
-from fusestep.ops.gradient_norm import KERNEL_DTYPES, NormScratch, gradient_norm, norm_reference, verdict_of
+from fusestep.ops.dtypes import KERNEL_DTYPES
+from fusestep.ops.gradient_norm import NormScratch, gradient_norm, norm_reference, verdict_of
 from fusestep.ops.tensor_table import BLOCK, TensorTable, build_table, entry
 
 PLACES = [
@@ -200,3 +202,8 @@ def test_catalogue_proves_and_covers_every_launch() -> None:
     assert all(proof.ok for proof in op._prove(torch.device("cpu")))
     labels = [one.label for one in op._compilations()]
     assert len(set(labels)) == len(labels) == 12
+
+
+def test_gradients_on_several_devices_are_refused() -> None:
+    with pytest.raises(UserError, match="gradient_norm: gradient 1 is on meta and gradient 0 on cpu"):
+        op._gradient_norm([torch.ones(3), torch.ones(3, device="meta")])

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fusestep.dispatch import uses_triton
 from fusestep.errors import UserError
-from fusestep.ops import adam as adam_op
+from fusestep.ops import adam_kernel as adam_op
 from fusestep.ops import gradient_norm as norm_op
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 
@@ -422,7 +423,7 @@ def test_capturable_keeps_the_learning_rate_in_a_tensor(place: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tiny_updates_accumulate_in_masters(place: torch.device, dtype: torch.dtype) -> None:
-    steps = 100 if place.type == "cuda" or not adam_op.uses_triton("adam", place) else 20
+    steps = 100 if place.type == "cuda" or not uses_triton("adam", place) else 20
     ours = nn.Parameter(torch.ones(3, device=place, dtype=dtype))
     optimizer = FusedAdam([ours], lr=1e-3, master_weights=True)
     ours.grad = torch.ones_like(ours)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fusestep import hardware
-from fusestep.dispatch import uses_triton
+from fusestep.dispatch import one_device, uses_triton
 from fusestep.language import tl, triton
+from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
 from fusestep.ops.launch import launch
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 from fusestep.ops.tensor_table import (
@@ -51,8 +52,6 @@ UP: tl.constexpr = tl.constexpr(2.0**84)
 
 #: Elements that the reference adds in fp32 before it widens.
 RUN = 1 << 16
-
-KERNEL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def norm_reference(gradients: Sequence[Tensor]) -> Tensor:
@@ -297,13 +296,13 @@ def unsupported(gradients: Iterable[Tensor]) -> str | None:
     """Why the kernel cannot take these gradients, or None."""
     for dtype in {g.dtype for g in gradients}:
         if dtype not in KERNEL_DTYPES:
-            return f"{str(dtype).removeprefix('torch.')} gradients"
+            return f"{dtype_name(dtype)} gradients"
     return None
 
 
 def _gradient_norm(gradients: list[Tensor]) -> Tensor:
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    device = real[0].device
+    device = one_device("gradient_norm", **{f"gradient {i}": g for i, g in enumerate(real)})
     reason = unsupported(real)
     if reason is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a table of addresses cannot be built while a CUDA graph is captured"
@@ -329,6 +328,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     Args:
         gradients: at least one; any shapes and strides, fp32, bf16, fp16, float64 or complex, all on one device.
     Returns: 0-d fp32 on that device; infinity or NaN where a gradient holds one. No wait for the device.
+    Raises: UserError for gradients on several devices.
     Source: Blue 1978, ACM TOMS 4(1), for the three ranges.
     """
     norm: Tensor = _gradient_norm_op(list(gradients))
@@ -344,12 +344,11 @@ def _prove(device: torch.device) -> list[Proof]:
         ]
         gradients.append(torch.randn(33, 31, generator=generator).to(device, dtype).t())
         error = relative_error(gradient_norm(gradients), norm_reference(gradients))
-        proofs.append(Proof(f"gradient_norm of {str(dtype).removeprefix('torch.')}", error, 1e-6))
+        proofs.append(Proof(f"gradient_norm of {dtype_name(dtype)}", error, 1e-6))
     return proofs
 
 
 def _compilations() -> Iterable[Compilation]:
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     constants = ("GRADIENT_DTYPE", "IS_STRIDED", "IS_SCALED", "CHUNK", "TILE", "REDUCE", "STAGES")
     signature = {
         "rows": "*i64",
@@ -368,7 +367,7 @@ def _compilations() -> Iterable[Compilation]:
         **dict.fromkeys(constants, "constexpr"),
     }
     aligned = frozenset(name for name, kind in signature.items() if kind.startswith("*"))
-    for dtype, name in short.items():
+    for dtype, name in SHORT_NAMES.items():
         for is_strided in (False, True):
             for is_scaled in (False, True):
                 values = (KERNEL_DTYPES[dtype], is_strided, is_scaled, BLOCK, LAUNCH.tile, REDUCE_TILE, LAUNCH.stages)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.norm_ops import norm_backward as backward_op
 from fusestep.ops.norm_ops import norm_forward as forward_op
 from fusestep.ops.norm_ops import norm_forward_residual as residual_op
@@ -42,7 +43,7 @@ def prove(centred: bool, device: torch.device) -> list[Proof]:
                 *(dy.double(), dsum.double(), total.double(), exact, weight.double(), None),
                 *(width, centred, False, torch.float64),
             )
-            name = f"{str(dtype).removeprefix('torch.')}{what}"
+            name = f"{dtype_name(dtype)}{what}"
             errors = {
                 f"forward, {name}": relative_error(y, y_true),
                 f"residual, {name}": max(

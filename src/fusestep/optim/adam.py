@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
+from fusestep.ops.adam_kernel import MOMENT_DTYPES
 from fusestep.optim.adam_state import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.step_plan import Scaling, State, StepPlan
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 HALVES = (torch.bfloat16, torch.float16)
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):

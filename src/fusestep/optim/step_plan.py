@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import uses_triton
-from fusestep.ops.adam import HYPER_ROW, AdamSignature, Hyperparameters, adam_reference, adam_rows, launch_adam
+from fusestep.ops.adam_kernel import AdamSignature, adam_rows, launch_adam
+from fusestep.ops.adam_reference import HYPER_ROW, Hyperparameters, adam_reference
 from fusestep.ops.gradient_norm import NormScratch, combine_norms, norm_reference, to_device, verdict_of
 from fusestep.ops.tensor_table import DeviceArray, TensorTable, build_table, entry, gradient_address, upload
 
@@ -108,7 +109,6 @@ class StepPlan:
     Args:
         groups: the optimizer's parameter groups.
         parameters, group_of: every parameter and the number of its group.
-        states: of those parameters that have one, in the order of the optimizer's `state`.
         state_of: the state of each parameter, or None; moments and masters lie as `torch.empty_like(parameter)` does.
         gradients: of this step, None where missing.
         verdicts: (3,) fp32 for each device, kept by the optimizer.
@@ -166,7 +166,7 @@ class StepPlan:
         kernels = {s: uses_triton("adam", device, s.unsupported()) for s in by_signature}
         if any(kernels.values()):
             rows = [self._hyper_row(group) for group in groups]
-            hyper = torch.empty(len(groups), int(HYPER_ROW), device=device)
+            hyper = torch.empty(len(groups), HYPER_ROW, device=device)
             plan.hyper = DeviceArray(rows, hyper, capturable=self.capturable)
             plan.steps_before = torch.empty_like(plan.steps)
         place = {member: p for p, member in enumerate(members)}

@@ -1,0 +1,135 @@
+"""Adam in plain PyTorch: what the kernel is compared with, and what runs where it cannot. Formulas: see adam.py."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusestep.ops.tensor_table import flat, is_dense
+
+#: Elements that the reference takes through all of its passes at once.
+BATCH = 1 << 17
+
+#: Floats a group in the kernel's `hyper`; the order is that of `Hyperparameters.row`.
+HYPER_ROW = 16
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What one parameter group asks of Adam."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+
+    def row(self) -> list[float]:
+        """The numbers as the kernel reads them; differences and logarithms are formed here, in double precision."""
+
+        def log_beta(beta: float) -> float:
+            # 1 − β^t is −expm1(t · log β); −∞ makes it 1.
+            return math.log(beta) if self.bias_correction and beta > 0 else -math.inf
+
+        decoupled, l2 = (self.weight_decay, 0.0) if self.adam_w_mode else (0.0, self.weight_decay)
+        row = [
+            self.lr,
+            1 - self.beta1,
+            self.beta2,
+            1 - self.beta2,
+            log_beta(self.beta1),
+            log_beta(self.beta2),
+            self.eps,
+            l2,
+            decoupled,
+        ]
+        return row + [0.0] * (HYPER_ROW - len(row))
+
+
+def adam_reference(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    steps: Sequence[float],
+    hyper: Hyperparameters,
+    divisor: float = 1.0,
+) -> None:
+    """One step in place, vectorised over the list; all tensors on one device, and one dtype in each list.
+
+    On a CPU it works through batches that stay in the cache, so that its eight passes do not each go to memory: twice
+    as fast as torch.optim.AdamW(foreach=True) on 29 M parameters and one core.
+
+    Args:
+        masters: fp32 weights to update instead of the parameters, which then receive a copy; empty without masters.
+        steps: the number of this step for each parameter, from 1.
+        divisor: of the gradients.
+    """
+    limit = BATCH if parameters and parameters[0].device.type == "cpu" else sys.maxsize
+    lists = [parameters, gradients, exp_avgs, exp_avg_sqs, *([masters] if masters else [])]
+    batch: list[tuple[Sequence[Tensor], float]] = []
+    elements = 0
+    for tensors, step in zip(zip(*lists, strict=True), steps, strict=True):
+        for piece in _pieces(tensors, limit):
+            batch.append((piece, step))
+            elements += piece[0].numel()
+            if elements >= limit:
+                _reference_batch(batch, hyper, divisor)
+                batch, elements = [], 0
+    if elements:
+        _reference_batch(batch, hyper, divisor)
+
+
+def _pieces(tensors: Sequence[Tensor], limit: int) -> Iterable[Sequence[Tensor]]:
+    """The tensors of one parameter, cut into stretches of memory where they are long and lie alike."""
+    first = tensors[0]
+    if first.numel() > limit and is_dense(first) and all(t.stride() == first.stride() for t in tensors):
+        return zip(*(flat(t).split(limit) for t in tensors), strict=True)
+    return [tensors] if first.numel() else []
+
+
+def _reference_batch(batch: Sequence[tuple[Sequence[Tensor], float]], hyper: Hyperparameters, divisor: float) -> None:
+    steps = [step for _, step in batch]
+    stored_w, stored_g, stored_m, stored_v, *masters = (list(one) for one in zip(*(t for t, _ in batch), strict=True))
+    dtype = torch.float64 if stored_w[0].dtype == torch.float64 else torch.float32
+    w = masters[0] if masters else _in_dtype(stored_w, dtype)
+    g, m, v = (_in_dtype(stored, dtype) for stored in (stored_g, stored_m, stored_v))
+    if divisor != 1.0:
+        g = list(torch._foreach_div(g, divisor))
+    if hyper.weight_decay and not hyper.adam_w_mode:
+        g = list(torch._foreach_add(g, w, alpha=hyper.weight_decay))
+    if hyper.weight_decay and hyper.adam_w_mode:
+        torch._foreach_mul_(w, 1 - hyper.lr * hyper.weight_decay)
+    torch._foreach_lerp_(m, g, 1 - hyper.beta1)
+    torch._foreach_mul_(v, hyper.beta2)
+    torch._foreach_addcmul_(v, g, g, 1 - hyper.beta2)
+    corrections = [
+        (1 - hyper.beta1**step, math.sqrt(1 - hyper.beta2**step)) if hyper.bias_correction else (1.0, 1.0)
+        for step in steps
+    ]
+    # m / (√v / c + eps) is c · m / (√v + eps · c): one pass over memory less.
+    eps = [hyper.eps * second for _, second in corrections]
+    step_sizes = [-hyper.lr * second / first for first, second in corrections]
+    denominator = torch._foreach_sqrt(v)
+    if len(set(corrections)) == 1:  # one number for all costs the host less than a list
+        torch._foreach_add_(denominator, eps[0])
+        torch._foreach_addcdiv_(w, m, denominator, step_sizes[0])
+    else:
+        torch._foreach_add_(denominator, eps)
+        torch._foreach_addcdiv_(w, m, denominator, step_sizes)
+    for stored, computed in ((stored_m, m), (stored_v, v), (stored_w, w)):
+        if stored is not computed:
+            torch._foreach_copy_(stored, computed)
+
+
+def _in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The list itself where it has this dtype; all of a list have one."""
+    return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
