@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fusestep import cli
 from fusestep.cli.errors import exit_status
 from fusestep.dispatch import StrictFallbackError
 from fusestep.errors import UserError
@@ -130,3 +131,25 @@ def test_output_that_is_closed_only_at_the_end_is_quiet() -> None:
         child.stdin.close()
         assert child.stderr.read() == ""
         assert child.wait(60) == 141
+
+
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES])
+def test_a_path_that_cannot_be_used_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    error = OSError(number, os.strerror(number), "runs/a")
+    assert exit_status("fusestep train", raising(error)) == 2
+    sentence = f"runs/a cannot be used ({os.strerror(number)}); correct the path, or choose another."
+    assert capsys.readouterr().err == f"fusestep train: {sentence}\n"
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["train", "--out"], ["train", "--data", "text:"]])
+def test_a_name_too_long_for_the_system_is_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    *first, last = arguments
+    arguments = [*arguments, "n" * 300] if not last.endswith(":") else [*first, last + "n" * 300]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    written = capsys.readouterr()
+    assert written.err.count("\n") == 1
+    assert f"cannot be used ({os.strerror(errno.ENAMETOOLONG)})" in written.err

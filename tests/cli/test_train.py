@@ -254,3 +254,18 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path: Pat
     assert [path.name for path in good.parent.iterdir()] == [good.name]
     assert fusestep("train", "--resume", "--steps", "8")[0] == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
+
+
+def test_a_terminal_without_our_characters_still_trains(tmp_path: Path, config: Path) -> None:
+    # Its name is no UTF-8 either.
+    folder = os.fsdecode(b"run-\xff")
+    ran = subprocess.run(
+        [sys.executable, "-m", "fusestep", "train", "--config", str(config), "--steps", "1", "--out", folder],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert b"1 layers ? 16 wide" in ran.stdout
+    assert checkpoint.newest(tmp_path / folder) is not None

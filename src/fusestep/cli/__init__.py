@@ -6,6 +6,7 @@ called, so that help and `--version` answer at once. `errors.py` turns what a pe
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,4 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         run(sys.argv[1:] if arguments is None else list(arguments))
 
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that has no × or …, and a folder whose name is no text, cost a character, never the run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(exit_status("fusestep", program))

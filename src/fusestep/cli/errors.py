@@ -29,6 +29,9 @@ EXTRA_OF_PACKAGE = {
     "matplotlib": "report",
 }
 
+#: What is wrong with a path that a person gave, whoever met it first.
+TROUBLE_WITH_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+
 MENDABLE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -67,6 +70,8 @@ def mendable(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where} ({os.strerror(error.errno)}); free some space or choose another folder."
+    if isinstance(error, OSError) and error.filename and error.errno in TROUBLE_WITH_PATHS:
+        return f"{error.filename} cannot be used ({os.strerror(error.errno)}); correct the path, or choose another."
     return _out_of_memory(error)
 
 
