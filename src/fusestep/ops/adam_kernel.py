@@ -1,4 +1,4 @@
-"""Adam's kernel: all parameters in one launch. The formulas stand in adam.py, the table of tensors in tensor_table.py."""
+"""Adam's kernel: all parameters in one launch. Formulas: see adam.py; the table of tensors: see tensor_table.py."""
 
 from __future__ import annotations
 

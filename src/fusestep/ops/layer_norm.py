@@ -17,7 +17,8 @@ from typing import overload
 from torch import Tensor
 
 from fusestep.ops.norm import normalise
-from fusestep.ops.norm_proof import compilations, prove
+from fusestep.ops.norm_compilations import compilations
+from fusestep.ops.norm_proof import prove
 from fusestep.ops.registry import Op, catalogue
 
 

@@ -17,9 +17,7 @@ over blocks of columns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +25,7 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.norm_forward import COMPILED_WIDTHS, compilation, load_columns
-from fusestep.ops.registry import Compilation
+from fusestep.ops.norm_forward import load_columns
 
 
 @triton.jit
@@ -422,71 +419,3 @@ def _prepared(
             num_warps=4,
         )
     return _Launches(programs, sum(wanted), means, main, total)
-
-
-def compilations(centred: bool) -> Iterator[Compilation]:
-    """Every kernel at every launch choice: the fewest and the most bytes a column, and what lies between."""
-    for width in COMPILED_WIDTHS:
-        variants = [("bf16", False, False)]
-        if width > 512:
-            variants.append(("fp32", True, True))
-        if 512 < width <= 8192:
-            variants.append(("bf16", True, False))
-        for element, has_dsum, from_output in variants:
-            itemsize = 2 if element == "bf16" else 4
-            choice = backward_launch(width, (3 if has_dsum else 2) * itemsize, itemsize, 132, centred)
-            statistics = (2 if element == "bf16" else 3) if centred else 1
-            common: dict[str, Any] = {"WIDTH": width, "STATISTICS": statistics, "FROM_OUTPUT": from_output}
-            constexprs = common | {
-                "BLOCK": choice.block,
-                "ROWS": choice.rows,
-                "STAGES": choice.stages,
-                "WEIGHT_GRADIENT": True,
-                "BIAS_GRADIENT": centred,
-            }
-            read: dict[str, str | None] = {
-                "dy_ptr": element,
-                "x_ptr": element,
-                "weight_ptr": element,
-                "bias_ptr": element if centred and from_output else None,
-                "statistics_ptr": "fp32",
-            }
-            written: dict[str, str | None] = {
-                "dsum_ptr": element if has_dsum else None,
-                "dx_ptr": element,
-                "partials_ptr": "fp32",
-            }
-            numbers = {"rows": "i32", "dy_stride": "i32", "x_stride": "i32"}
-            label = f"{width}, {element}{', dsum' if has_dsum else ''}{', from the output' if from_output else ''}"
-            if choice.block >= width:
-                constexprs["RELOAD"] = choice.reload
-                yield compilation(
-                    _norm_backward_kernel, f"backward {label}", read | written, numbers, constexprs, choice.warps
-                )
-            else:
-                means: dict[str, str | None] = {"means_ptr": "fp32"}
-                yield compilation(
-                    _norm_backward_wide_kernel,
-                    f"wide backward {label}",
-                    read | written | means,
-                    numbers,
-                    constexprs,
-                    choice.warps,
-                )
-                yield compilation(
-                    _row_means_kernel,
-                    f"row means {label}",
-                    read | means,
-                    numbers,
-                    common | {"BLOCK": MEANS_BLOCK},
-                    4,
-                )
-    for width in (768, 3072):
-        yield compilation(
-            _sum_partials_kernel,
-            f"sum of partials {width}",
-            {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": "bf16" if centred else None},
-            {"programs": "i32"},
-            {"WIDTH": width, "ROWS": SUM_ROWS, "COLUMNS": sum_columns(width)},
-            4,
-        )

@@ -20,9 +20,7 @@ Where the squares of a row overflow fp32 (magnitudes above about 1e19), rstd is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,6 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.registry import Compilation
 
 
 @triton.jit
@@ -250,49 +247,3 @@ def _prepared(
     tiles = -(-rows // choice.rows)
     programs = tiles if choice.programs is None else min(choice.programs, tiles)
     return PreparedLaunch(_norm_forward_kernel, (programs,), device, numbers, **constants)
-
-
-#: One width for each launch that `forward_launch` can choose, each narrower than its block, so that padding is masked.
-COMPILED_WIDTHS = (*(3 * 2**power // 4 for power in range(2, 16)), 1, 2, 40000)
-
-
-def compilations(centred: bool) -> Iterator[Compilation]:
-    """Every kernel at every launch choice; for the wider blocks also fp32 rows with a residual."""
-    for width in COMPILED_WIDTHS:
-        choice = forward_launch(width, multiprocessors=132)
-        variants = [("bf16", False), ("fp32", True)]
-        for element, has_residual in variants if width > 512 else variants[:1]:
-            statistics = (2 if element == "bf16" else 3) if centred else 1
-            constexprs: dict[str, Any] = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": statistics}
-            kernel = _norm_forward_wide_kernel
-            if choice.block >= width:
-                kernel = _norm_forward_kernel
-                constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
-            pointers = {
-                "x_ptr": element,
-                "residual_ptr": element if has_residual else None,
-                "weight_ptr": element,
-                "bias_ptr": element if centred else None,
-                "y_ptr": element,
-                "sum_ptr": element if has_residual else None,
-                "statistics_ptr": "fp32",
-            }
-            numbers = {"rows": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
-            label = f"forward {width}, {element}{', residual' if has_residual else ''}"
-            yield compilation(kernel, label, pointers, numbers, constexprs, choice.warps)
-
-
-def compilation(
-    kernel: Any,
-    label: str,
-    pointers: dict[str, str | None],
-    numbers: dict[str, str],
-    constexprs: dict[str, Any],
-    warps: int,
-) -> Compilation:
-    """A configuration with aligned pointers; a pointer of None is not there, which Triton treats as a constant."""
-    there = {name: f"*{element}" for name, element in pointers.items() if element is not None}
-    constants = {name: None for name, element in pointers.items() if element is None} | constexprs
-    signature = there | numbers | dict.fromkeys(constants, "constexpr")
-    strides = {name for name in numbers if name.endswith("stride")}
-    return Compilation(kernel, label, signature, constants, warps, divisible_by_16=frozenset(there) | strides)

@@ -1,0 +1,138 @@
+"""Every launch of the norms' kernels, for the checks that compile each for GPUs that are not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops.registry import Compilation
+
+#: One width for each launch that can be chosen, each narrower than its block, so that padding is masked.
+COMPILED_WIDTHS = (*(3 * 2**power // 4 for power in range(2, 16)), 1, 2, 40000)
+
+#: Multiprocessors of the GPU that the launches are chosen for; they decide the number of programs alone.
+MULTIPROCESSORS = 132
+
+
+def compilations(centred: bool) -> Iterator[Compilation]:
+    """Every launch that LayerNorm (`centred`) or RMSNorm can make."""
+    yield from _forward(centred)
+    yield from _backward(centred)
+
+
+def _forward(centred: bool) -> Iterator[Compilation]:
+    """Every kernel at every launch choice; for the wider blocks also fp32 rows with a residual."""
+    for width in COMPILED_WIDTHS:
+        choice = norm_forward.forward_launch(width, MULTIPROCESSORS)
+        variants = [("bf16", False), ("fp32", True)]
+        for element, has_residual in variants if width > 512 else variants[:1]:
+            statistics = (2 if element == "bf16" else 3) if centred else 1
+            constexprs: dict[str, Any] = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": statistics}
+            kernel = norm_forward._norm_forward_wide_kernel
+            if choice.block >= width:
+                kernel = norm_forward._norm_forward_kernel
+                constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
+            pointers = {
+                "x_ptr": element,
+                "residual_ptr": element if has_residual else None,
+                "weight_ptr": element,
+                "bias_ptr": element if centred else None,
+                "y_ptr": element,
+                "sum_ptr": element if has_residual else None,
+                "statistics_ptr": "fp32",
+            }
+            numbers = {"rows": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
+            label = f"forward {width}, {element}{', residual' if has_residual else ''}"
+            yield _aligned(kernel, label, pointers, numbers, constexprs, choice.warps)
+
+
+def _backward(centred: bool) -> Iterator[Compilation]:
+    """Every kernel at every launch choice: the fewest and the most bytes a column, and what lies between."""
+    for width in COMPILED_WIDTHS:
+        variants = [("bf16", False, False)]
+        if width > 512:
+            variants.append(("fp32", True, True))
+        if 512 < width <= 8192:
+            variants.append(("bf16", True, False))
+        for element, has_dsum, from_output in variants:
+            itemsize = 2 if element == "bf16" else 4
+            choice = norm_backward.backward_launch(
+                width, (3 if has_dsum else 2) * itemsize, itemsize, MULTIPROCESSORS, centred
+            )
+            statistics = (2 if element == "bf16" else 3) if centred else 1
+            common: dict[str, Any] = {"WIDTH": width, "STATISTICS": statistics, "FROM_OUTPUT": from_output}
+            constexprs = common | {
+                "BLOCK": choice.block,
+                "ROWS": choice.rows,
+                "STAGES": choice.stages,
+                "WEIGHT_GRADIENT": True,
+                "BIAS_GRADIENT": centred,
+            }
+            read: dict[str, str | None] = {
+                "dy_ptr": element,
+                "x_ptr": element,
+                "weight_ptr": element,
+                "bias_ptr": element if centred and from_output else None,
+                "statistics_ptr": "fp32",
+            }
+            written: dict[str, str | None] = {
+                "dsum_ptr": element if has_dsum else None,
+                "dx_ptr": element,
+                "partials_ptr": "fp32",
+            }
+            numbers = {"rows": "i32", "dy_stride": "i32", "x_stride": "i32"}
+            label = f"{width}, {element}{', dsum' if has_dsum else ''}{', from the output' if from_output else ''}"
+            if choice.block >= width:
+                constexprs["RELOAD"] = choice.reload
+                yield _aligned(
+                    norm_backward._norm_backward_kernel,
+                    f"backward {label}",
+                    read | written,
+                    numbers,
+                    constexprs,
+                    choice.warps,
+                )
+            else:
+                means: dict[str, str | None] = {"means_ptr": "fp32"}
+                yield _aligned(
+                    norm_backward._norm_backward_wide_kernel,
+                    f"wide backward {label}",
+                    read | written | means,
+                    numbers,
+                    constexprs,
+                    choice.warps,
+                )
+                yield _aligned(
+                    norm_backward._row_means_kernel,
+                    f"row means {label}",
+                    read | means,
+                    numbers,
+                    common | {"BLOCK": norm_backward.MEANS_BLOCK},
+                    4,
+                )
+    for width in (768, 3072):
+        yield _aligned(
+            norm_backward._sum_partials_kernel,
+            f"sum of partials {width}",
+            {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": "bf16" if centred else None},
+            {"programs": "i32"},
+            {"WIDTH": width, "ROWS": norm_backward.SUM_ROWS, "COLUMNS": norm_backward.sum_columns(width)},
+            4,
+        )
+
+
+def _aligned(
+    kernel: Any,
+    label: str,
+    pointers: dict[str, str | None],
+    numbers: dict[str, str],
+    constexprs: dict[str, Any],
+    warps: int,
+) -> Compilation:
+    """A configuration with aligned pointers; a pointer of None is not there, which Triton treats as a constant."""
+    there = {name: f"*{element}" for name, element in pointers.items() if element is not None}
+    constants = {name: None for name, element in pointers.items() if element is None} | constexprs
+    signature = there | numbers | dict.fromkeys(constants, "constexpr")
+    strides = {name for name in numbers if name.endswith("stride")}
+    return Compilation(kernel, label, signature, constants, warps, divisible_by_16=frozenset(there) | strides)
