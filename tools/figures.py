@@ -47,9 +47,10 @@ def adam(result: dict[str, Any]) -> str:
                     f"{theirs['device_ms']:.3f} ms",
                     f"{ours['of_floor']:.2f}",
                     f"{theirs['of_floor']:.2f}",
+                    f"{ours['host_ms']:.2f} / {theirs['host_ms']:.2f}",
                 ]
             )
-    header = ["AdamW step, fp32", "FusedAdam", "torch, fused", "of floor", "torch's"]
+    header = ["AdamW step, fp32", "FusedAdam", "torch, fused", "of floor", "torch's", "host, ms"]
     return table(header, rows)
 
 

@@ -27,7 +27,7 @@ class Environment:
     Attributes:
         torch_cuda, torch_rocm: what torch is built for; both None for a CPU build.
         driver: the NVIDIA driver's version; driver_cuda: the newest CUDA that it serves.
-        variables: those of FUSESTEP_IMPL, FUSESTEP_STRICT, TRITON_INTERPRET and CUDA_VISIBLE_DEVICES that are set.
+        variables: those environment variables that are set and change what runs (see `examine.VARIABLES`).
     """
 
     fusestep: str

@@ -103,7 +103,7 @@ def _op(op: Op, device: torch.device) -> OpReport:
         ):
             proofs = op.prove(device)
     except Exception as error:
-        failure = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        failure = f"{type(error).__name__}: {hardware.first_line(error)}"
     return OpReport(
         op=op.name,
         summary=op.summary,

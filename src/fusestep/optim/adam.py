@@ -23,8 +23,8 @@ HALVES = (torch.bfloat16, torch.float16)
 class FusedAdam(torch.optim.Optimizer):
     """Adam (L2 penalty) and AdamW (decoupled decay), a drop-in for torch.optim.AdamW.
 
-    On a GPU one launch updates all parameters of a device and combination of dtypes, one more measures the gradients
-    where `max_grad_norm` is given, and the host waits for neither. Elsewhere the same arithmetic runs in PyTorch.
+    On a GPU one launch updates all parameters of a device and combination of dtypes, where `max_grad_norm` is given one
+    more measures their gradients, and the host waits for neither. Elsewhere the same arithmetic runs in PyTorch.
 
         m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²
         p ← p · (1 − lr · weight_decay) − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
