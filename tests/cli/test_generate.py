@@ -182,6 +182,7 @@ def test_numbers_stay_below_the_unpadded_vocabulary(fusestep: Any, token_run: Pa
         ("text_run", ["--temperature", -1], "temperature is -1.0"),
         ("text_run", ["--temperature", "nan"], "temperature is nan"),
         ("text_run", ["--tokens", -1], "tokens is -1"),
+        ("text_run", ["--tokens", 10**23], f"tokens is {10**23}; give 0 to 16777216"),
         ("text_run", ["--device", "tpu"], "--device"),
     ],
 )

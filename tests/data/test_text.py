@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -140,3 +141,11 @@ def test_the_standard_library_is_real_text_of_bounded_size() -> None:
     assert source.files == sorted(source.files)
     training, held_out = (source.batch(0, 4, 256, held_out=part)[0] for part in (False, True))
     assert not torch.equal(training, held_out)
+
+
+def test_a_pipe_or_device_is_refused_without_being_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"{path} is neither a file nor a folder"):
+            TextFiles(path)

@@ -123,6 +123,7 @@ def test_an_id_beyond_what_is_checked_at_first_is_named_by_the_batch_that_holds_
         (b"fusetoks" + struct.pack("<IIQQ", 2, 2, 10, 0), "has version 2 and this fusestep reads up to 1"),
         (b"fusetoks" + struct.pack("<IIQQ", 1, 3, 10, 0), "header is damaged"),
         (b"fusetoks" + struct.pack("<IIQQ", 1, 2, 0, 0), "header is damaged"),
+        (b"fusetoks" + struct.pack("<IIQQ", 1, 2, 2**63, 1) + bytes(2), "header is damaged"),
         (b"fusetoks" + struct.pack("<IIQQ", 1, 2, 10, 3) + bytes(5), "has 37 bytes where 3 ids .* it is truncated"),
         (b"fusetoks" + struct.pack("<IIQQ", 1, 2, 10, 2**62) + bytes(5), "it is truncated"),
         (b"fusetoks" + struct.pack("<IIQQ", 1, 2, 10, 1) + bytes(5), "it is truncated or damaged"),

@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,44 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     damage(tmp_path / "checkpoints" / "step-00000001" / name, how)
     with pytest.raises(UserError, match="step-00000002"):
         checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "two"},
+        {"step": 1e400},
+        {"config": "none"},
+        {"model": 3},
+        {"schema": "one"},
+        {"files": {"model.safetensors": {"bytes": "many", "crc32": 0}}},
+    ],
+)
+def test_a_manifest_of_odd_values_is_damaged(tmp_path: Path, changes: dict[str, Any]) -> None:
+    manifest = save(tmp_path, 2) / "checkpoint.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"step-00000002 .*checkpoint\.json cannot be read"):
+        checkpoint.read(manifest.parent)
+
+
+def test_a_manifest_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 2) / "checkpoint.json"
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"checkpoint\.json cannot be read"):
+        checkpoint.read(manifest.parent)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
+@pytest.mark.parametrize("content", [b"", b"garbage of somebody else"])
+def test_a_foreign_file_whose_fingerprint_is_right_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    path = save(tmp_path, 2)
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    found = checkpoint.read(path)
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=f"step-00000002 .*{name} cannot be read"):
+        found.weights() if name == "model.safetensors" else found.state()
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ from fusestep.train.config import read_config_file, settings_of
         ({"save_every": -5}, "--save-every is -5"),
         ({"deterministic": "yes"}, "--deterministic is 'yes'; pass true or false"),
         ({"device": "tpu"}, "--device is 'tpu'; choose one of auto, cpu, cuda"),
-        ({"out": ""}, "--out is empty"),
+        ({"out": ""}, "--out is ''; name a folder"),
+        ({"out": "a\0b"}, "--out is 'a\\x00b'; name a folder"),
+        ({"steps": 10**23}, f"--steps is {10**23}; pass one below 2^63"),
+        ({"schedule_steps": 2**63}, "--schedule-steps is 9223372036854775808; pass one below 2^63"),
         ({"seed": -1}, "--seed is -1"),
         ({"seed": 2**63}, "below 2^63"),
         ({"model": {"depth": 3}}, "the model table has 'depth'; it may set vocab_size, width"),
@@ -135,3 +138,16 @@ def test_bad_config_file_is_one_sentence(tmp_path: Path, name: str, content: byt
 def test_a_missing_config_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.json cannot be read \(No such file"):
         read_config_file(tmp_path / "nowhere.json")
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON"):
+        read_config_file(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"steps": 5}', encoding="utf-8-sig")
+    assert read_config_file(path) == {"steps": 5}

@@ -19,6 +19,7 @@ import torch
 from fusestep.errors import UserError
 from fusestep.models import GPT
 from fusestep.train import TrainConfig, TrainResult, checkpoint, load_model, train
+from fusestep.train.config import settings_of
 from fusestep.train.progress import Progress
 from fusestep.train.trainer import Trainer
 
@@ -155,6 +156,26 @@ def test_rows_of_steps_that_are_done_again_are_not_doubled(tiny: Build, tmp_path
         file.write('{"step": 8, "lo')
     train(dataclasses.replace(config, resume=True))
     assert rows(config.out) == rows(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": null}', '{"step": "x"}', "[" * 100_000])
+def test_a_damaged_line_of_the_metrics_ends_what_is_kept_of_them(tiny: Build, line: str) -> None:
+    config = tiny(steps=4, save_every=4)
+    train(config)
+    metrics = Path(config.out) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:2], line + "\n", *lines[2:]]))
+    train(dataclasses.replace(config, steps=6, resume=True))
+    assert [row["step"] for row in rows(config.out)] == [1, 2, 5, 6]
+
+
+def test_a_damaged_configuration_is_named(tiny: Build) -> None:
+    config = tiny(steps=1)
+    train(config)
+    for text in ("", "[]", '{"schema": 1}', '{"schema": 1, "train": []}', "[" * 100_000):
+        (Path(config.out) / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json is damaged"):
+            settings_of({"out": config.out}, file=None, resume=True)
 
 
 def test_a_run_that_never_saved_starts_over_in_its_folder(tiny: Build, tmp_path: Path) -> None:

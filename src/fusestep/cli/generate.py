@@ -92,9 +92,9 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[Bytes | Numbers, bool]:
         case "text":
             return Bytes(), False
         case "tokens":
-            return Numbers(int(checkpoint.data["vocab_size"])), False
+            return Numbers(_number(checkpoint, "vocab_size")), False
         case "arithmetic sequences":
-            return Numbers(int(checkpoint.data["vocab_size"])), True
+            return Numbers(_number(checkpoint, "vocab_size")), True
         case other:
             raise UserError(
                 f"{checkpoint.path} was trained on {other!r}, which this version cannot write as text; "
@@ -102,11 +102,18 @@ def _vocabulary(checkpoint: Checkpoint) -> tuple[Bytes | Numbers, bool]:
             )
 
 
+def _number(checkpoint: Checkpoint, name: str) -> int:
+    value = checkpoint.data.get(name)
+    if not isinstance(value, int):
+        raise UserError(f"{checkpoint.path} is damaged (its data's {name} is {value!r}); use an earlier checkpoint.")
+    return value
+
+
 def _prompts(
     given: list[str] | None, vocabulary: Bytes | Numbers, checkpoint: Checkpoint, *, is_arithmetic: bool
 ) -> list[list[int]]:
     if given is None and is_arithmetic:
-        source = arithmetic_sequences(vocabulary.vocab_size, seed=int(checkpoint.data["seed"]))
+        source = arithmetic_sequences(vocabulary.vocab_size, seed=_number(checkpoint, "seed"))
         drawn, _ = source.batch(0, 100 * _HELD_OUT_PROMPTS, _HELD_OUT_IDS, held_out=True)
         # The first different ones, since samples come back.
         return [list(ids) for ids in dict.fromkeys(map(tuple, drawn.tolist()))][:_HELD_OUT_PROMPTS]

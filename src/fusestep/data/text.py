@@ -62,6 +62,9 @@ class TextFiles(Bytes):
         path = Path(path)
         if not path.exists():
             raise UserError(f"TextFiles: {path} does not exist; give a text file, or a folder that holds some.")
+        if not (path.is_file() or path.is_dir()):
+            # A pipe cannot be read again on resume, and a device may never end.
+            raise UserError(f"TextFiles: {path} is neither a file nor a folder; write the text to a file first.")
         self.seed = seed
         self.files: list[Path] = []
         self.skipped: list[Path] = []

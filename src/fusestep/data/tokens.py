@@ -32,6 +32,9 @@ MAGIC = b"fusetoks"
 VERSION = 1
 _HEADER = struct.Struct("<8sIIQQ")
 
+#: What the widest id can tell apart.
+MAXIMUM_VOCABULARY = 1 << 32
+
 #: How many ids are checked against the vocabulary when a file is opened; the others are when a batch holds them.
 CHECKED_AT_OPEN = 1 << 24
 
@@ -132,7 +135,7 @@ class TokenFile(Numbers):
                 f"TokenFile: {self._path} has version {version} and this fusestep reads up to {VERSION}; "
                 "upgrade fusestep, or write the file again."
             )
-        if width not in _SIGNED or vocab_size < 1:
+        if width not in _SIGNED or not 1 <= vocab_size <= MAXIMUM_VOCABULARY:
             raise UserError(
                 f"TokenFile: {self._path} claims ids of {width} bytes and a vocabulary of {vocab_size}; "
                 "the header is damaged, write the file again."
@@ -173,7 +176,7 @@ def write_token_file(path: str | os.PathLike[str], ids: Tensor | Iterable[int | 
 
     Raises: UserError for an id outside the vocabulary, naming its position; nothing is written then.
     """
-    if not 1 <= vocab_size <= 1 << 32:
+    if not 1 <= vocab_size <= MAXIMUM_VOCABULARY:
         raise UserError(f"write_token_file: vocab_size is {vocab_size}; give 1 to 2^32.")
     path = Path(path)
     if not path.parent.is_dir():

@@ -15,6 +15,9 @@ from torch import Tensor
 from fusestep.errors import UserError
 from fusestep.models.gpt import GPT
 
+#: New tokens in one call; more is a slip of the keyboard.
+MAXIMUM_TOKENS = 2**24
+
 
 @torch.no_grad()
 def generate(
@@ -89,8 +92,8 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: to
 
 
 def _check_options(tokens: int, temperature: float, top_k: int | None) -> None:
-    if tokens < 0:
-        raise UserError(f"tokens is {tokens}; give 0 or more.")
+    if not 0 <= tokens <= MAXIMUM_TOKENS:
+        raise UserError(f"tokens is {tokens}; give 0 to {MAXIMUM_TOKENS}.")
     if not (temperature >= 0.0 and math.isfinite(temperature)):
         raise UserError(f"temperature is {temperature}; give 0 for the likeliest token, or more to sample.")
     if top_k is not None and top_k < 1:

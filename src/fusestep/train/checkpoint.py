@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import pickle
 import re
 import shutil
 import zlib
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -44,6 +46,10 @@ _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
 
 _DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_TROUBLE |= {errno.EEXIST, errno.ENOTDIR}
+
+#: What reading a manifest of any other content can raise.
+_UNREADABLE = (OSError, LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 logger = logging.getLogger("fusestep")
 
@@ -66,12 +72,18 @@ class Checkpoint:
     data: dict[str, Any]
 
     def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The model's state dict."""
-        return safetensors.torch.load_file(self.path / _WEIGHTS, device=str(device))
+        """The model's state dict. Raises: DamagedCheckpointError."""
+        try:
+            return safetensors.torch.load_file(self.path / _WEIGHTS, device=str(device))
+        except safetensors.SafetensorError as error:
+            raise _foreign(self.path, _WEIGHTS) from error
 
     def state(self) -> dict[str, Any]:
-        """What the trainer saved beside the weights, on the CPU."""
-        loaded: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
+        """What the trainer saved beside the weights, on the CPU. Raises: DamagedCheckpointError."""
+        try:
+            loaded: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise _foreign(self.path, _STATE) from error
         return loaded
 
 
@@ -172,7 +184,9 @@ def read(path: Path) -> Checkpoint:
         files = {name: (int(of["bytes"]), int(of["crc32"])) for name, of in manifest["files"].items()}
         parts = [dict(manifest[part]) for part in ("config", "model", "data")]
         found = Checkpoint(path, int(manifest["step"]), *parts)
-    except (OSError, LookupError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except NewerSchemaError:
+        raise
+    except _UNREADABLE as error:
         raise DamagedCheckpointError(
             f"checkpoint {path} is no checkpoint of fusestep or is damaged (its {_MANIFEST} cannot be read); "
             f"use an earlier one."
@@ -276,6 +290,13 @@ def _difference(path: Path, size: int, crc32: int) -> str | None:
         while chunk := file.read(1 << 20):
             found = zlib.crc32(chunk, found)
     return None if found == crc32 else "has other bytes than were written"
+
+
+def _foreign(path: Path, name: str) -> DamagedCheckpointError:
+    """For a file that is what its manifest says, and yet none that this program wrote."""
+    return DamagedCheckpointError(
+        f"checkpoint {path} is no checkpoint of fusestep ({name} cannot be read); use an earlier one."
+    )
 
 
 def _disk_sentence(run: Path, step: int, error: OSError) -> str:

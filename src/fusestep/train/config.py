@@ -96,20 +96,18 @@ class TrainConfig:
             if name not in MODEL_FIELDS:
                 raise UserError(f"the model table has {name!r}; it may set {', '.join(MODEL_FIELDS)}.")
         for name in ("steps", "batch", "accumulate"):
-            self._at_least(name, 1)
+            self._in_range(name, 1)
         if self.window > MAXIMUM_WINDOW:
             raise UserError(
                 f"--batch {self.batch} and --accumulate {self.accumulate} make steps of {self.window} sequences; "
                 f"pass at most {MAXIMUM_WINDOW}."
             )
         for name in ("warmup", "schedule_steps", "weight_decay", "clip", "eval_every", "save_every", "seed"):
-            self._at_least(name, 0)
+            self._in_range(name, 0)
         if not 0 < self.lr <= torch.finfo(torch.float32).max:
-            raise UserError(f"--lr is {self.lr}; pass a learning rate above 0, such as 3e-4.")
+            raise UserError(f"--lr is {self.lr}; pass a learning rate above 0 that fp32 can hold, such as 3e-4.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout is {self.dropout}; pass a probability from 0 up to, not including, 1.")
-        if self.seed >= 2**63:
-            raise UserError(f"--seed is {self.seed}; pass one below 2^63.")
         if self.warmup > self.schedule_length:
             raise UserError(
                 f"--warmup is {self.warmup}, longer than the schedule of {self.schedule_length} steps; "
@@ -120,8 +118,8 @@ class TrainConfig:
                 f"--weights is {self.weights} and --precision is {self.precision}; "
                 f"weights are fp32, or of the precision that is computed in."
             )
-        if not self.out:
-            raise UserError("--out is empty; name a folder for the run.")
+        if not self.out or "\0" in self.out:
+            raise UserError(f"--out is {self.out!r}; name a folder for the run.")
         self._check_device()
 
     @property
@@ -160,10 +158,12 @@ class TrainConfig:
             )
         return dataclasses.replace(config, vocab_size=wanted, padded_from=symbols if wanted > symbols else None)
 
-    def _at_least(self, name: str, least: int) -> None:
+    def _in_range(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value < least:
             raise UserError(f"{option(name)} is {value}; pass {least} or more.")
+        if isinstance(value, int) and value >= 2**63:
+            raise UserError(f"{option(name)} is {value}; pass one below 2^63.")
 
     def _check_types(self) -> None:
         for name, kind in _KINDS.items():
@@ -223,13 +223,14 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a byte-order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"--config {path} cannot be read ({why}); name a JSON or TOML file.") from error
     try:
         settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UserError(f"--config {path} is not {kind} ({error}); correct it, or name it .toml or .json.") from error
     if not isinstance(settings, dict):

@@ -152,8 +152,8 @@ class RunFolder:
         keep = 0
         for line in (self.path / METRICS).read_bytes().splitlines(keepends=True):
             try:
-                step = json.loads(line)["step"]
-            except (ValueError, LookupError, TypeError):
+                step = int(json.loads(line)["step"])
+            except (ValueError, LookupError, TypeError, RecursionError):
                 break  # the line that a killed process was writing
             if step > last_step or not line.endswith(b"\n"):
                 break
@@ -173,8 +173,9 @@ def read_config(path: Path) -> dict[str, Any]:
         contents = json.loads(file.read_bytes())
         schema = contents["schema"]
         newer = schema > SCHEMA
-        dict(contents["train"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        if not isinstance(contents["train"], dict):
+            raise TypeError("the settings are no table")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged; start another run, or put back the file.") from error
     if newer:
         raise UserError(f"{file} has schema {schema} and this version reads up to {SCHEMA}; upgrade fusestep.")
