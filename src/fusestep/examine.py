@@ -15,6 +15,7 @@ from fusestep.hardware import Support
 from fusestep.language import TRITON_IMPORT_ERROR, triton
 from fusestep.ops.registry import Op, Proof, load_catalogue
 
+#: Environment variables that change what runs.
 VARIABLES = ("FUSESTEP_IMPL", "FUSESTEP_STRICT", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "CC")
 
 #: What Triton's first launch needs, by the names that --require knows.
@@ -47,7 +48,7 @@ def examine(progress: Callable[[str], None]) -> Report:
                 progress(f"{op.name} on {device}")
                 ops.append(_op(op, device))
     return Report(
-        environment=_environment(),
+        environment=environment(),
         cuda=cuda,
         devices=devices,
         parts={title: look() for title, look in PARTS.values()},
@@ -56,7 +57,8 @@ def examine(progress: Callable[[str], None]) -> Report:
     )
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Versions and the host."""
     return Environment(
         fusestep=fusestep.__version__,
         python=platform.python_version(),

@@ -13,25 +13,21 @@ from pathlib import Path
 import torch
 
 import fusestep
-from fusestep import hardware
-from fusestep.language import TRITON_IMPORT_ERROR, triton
+from fusestep import examine, hardware
 
-#: Settings that change what runs or how fast.
+#: Environment variables that change how fast it runs.
 _VARIABLES = (
-    "FUSESTEP_IMPL",
-    "FUSESTEP_STRICT",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
-    "TRITON_INTERPRET",
 )
 
 
 def describe(device: torch.device) -> dict[str, object]:
     """The environment of a run on `device`, as plain values for a report."""
+    here = examine.environment()
     gpu = hardware.devices()[device.index or 0] if device.type == "cuda" else None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -40,18 +36,18 @@ def describe(device: torch.device) -> dict[str, object]:
         "gpu": None if gpu is None else gpu.name,
         "capability": None if gpu is None else list(gpu.capability),
         "gpu_memory": None if gpu is None else gpu.memory,
-        "driver": hardware.driver_version(),
-        "cuda": torch.version.cuda,
+        "driver": here.driver,
+        "cuda": here.torch_cuda,
         "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
+        "cpu_count": here.cores,
         "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": None if TRITON_IMPORT_ERROR else triton.__version__,
-        "fusestep": fusestep.__version__,
+        "system": here.platform,
+        "python": here.python,
+        "torch": here.torch,
+        "triton": here.triton,
+        "fusestep": here.fusestep,
         "commit": _commit(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": here.variables | {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
 
