@@ -36,11 +36,13 @@ class FakeKernel:
         self.params.insert(1, self.Parameter(False))
         self.__name__ = "fake"
         self.compiled = 0
+        self.options: list[dict[str, Any]] = []
         self.calls: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_and_launch(*_: Any, **__: Any) -> Any:
+        def compile_and_launch(*_: Any, **options: Any) -> Any:
             self.compiled += 1
+            self.options.append(options)
             number, calls = self.compiled, self.calls
 
             class Compiled:
@@ -104,6 +106,12 @@ def test_whatever_triton_specialises_on_is_told_apart(
 def test_a_constexpr_by_position_is_refused(kernel: FakeKernel) -> None:
     with pytest.raises(TypeError, match="constexpr of fake was passed by position"):
         launch(kernel, (1,), CPU, torch.ones(8), 32, 16)
+
+
+def test_every_launch_names_what_tritons_versions_differ_about(kernel: FakeKernel) -> None:
+    launch(kernel, (1,), CPU, torch.ones(8), 32, BLOCK=16, num_warps=4)
+    PreparedLaunch(kernel, (1,), CPU, (32,), BLOCK=16, num_warps=4)(torch.ones(8))
+    assert kernel.options == [{"BLOCK": 16, "num_warps": 4, "enable_fp_fusion": True}] * 2
 
 
 def test_a_prepared_launch_compiles_once_for_each_alignment(kernel: FakeKernel) -> None:
