@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,8 @@ case "$*" in
     *ensurepip*) exit {no_ensurepip} ;;
     *"%d.%d"*) echo 3.12 ;;
     --version) echo "Python {version}" ;;
-    "-m venv --clear "*) rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-    "-m pip --version") exit 0 ;;
-    "-m pip install"*) exit {pip_fails} ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+    "-m pip install"*) [ "$PIP_REQUIRE_VIRTUALENV" = true ] && exit {pip_fails} ;;
 esac
 """
 
@@ -52,7 +52,7 @@ class Setup:
         )
 
     def has_made_environment(self) -> bool:
-        return "-m venv --clear" in self.log.read_text()
+        return "-m venv" in self.log.read_text()
 
 
 @pytest.fixture
@@ -86,6 +86,51 @@ def test_an_update_that_fails_takes_the_mark_of_a_whole_environment_away(setup: 
     setup.run()
     assert setup.run(pip_fails=1).returncode != 0
     assert not (setup.folder / "ready").exists()
+
+
+def test_an_environment_that_lost_its_configuration_is_never_installed_into(setup: Setup) -> None:
+    # Without pyvenv.cfg its Python is the system's, and pip would install there.
+    setup.run()
+    (setup.folder / "pyvenv.cfg").unlink()
+    done = setup.run()
+    assert done.returncode == 2
+    assert "is no virtual environment" in done.stderr
+    assert "pip" not in setup.log.read_text()
+    (setup.folder / "unfinished").touch()
+    assert setup.run().returncode == 0
+    assert setup.has_made_environment()
+
+
+def test_a_folder_of_someone_s_own_is_left_alone(setup: Setup) -> None:
+    setup.folder.mkdir()
+    (setup.folder / "thesis.tex").write_text("years of work")
+    assert setup.run().returncode == 2
+    assert (setup.folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_two_set_ups_at_once_wait_for_each_other(setup: Setup) -> None:
+    setup.run()
+    lock = setup.folder.with_name(f"{setup.folder.name}.lock")
+    with subprocess.Popen(["sleep", "3"]) as other:
+        lock.symlink_to(str(other.pid))
+        started = time.monotonic()
+        killer = subprocess.Popen(["sh", "-c", f"sleep 1; rm {lock}"])
+        done = setup.run()
+        killer.wait()
+        assert time.monotonic() - started > 0.9
+        other.kill()
+    assert done.returncode == 0
+    assert f"process {other.pid}" in done.stderr
+    # What the other one made is current, so nothing is installed a second time.
+    assert setup.log.read_text() == ""
+
+
+def test_the_lock_of_a_process_that_is_gone_is_no_lock(setup: Setup) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    setup.folder.with_name(f"{setup.folder.name}.lock").symlink_to(str(gone.pid))
+    assert setup.run().returncode == 0
+    assert not setup.folder.with_name(f"{setup.folder.name}.lock").is_symlink()
 
 
 def test_a_python_that_is_too_old_is_named_with_the_mend(setup: Setup) -> None:
