@@ -22,6 +22,7 @@ from fusestep.ops.tensor_table import (
     FIRST_DIM,
     GRADIENT,
     NUMEL,
+    TABLE_SIGNATURE,
     TensorTable,
     strided_offsets,
 )
@@ -215,11 +216,7 @@ def launch_adam(
         _adam_kernel,
         (max(table.chunks, -(-table.count // BLOCK)),),
         table.device,
-        table.rows,
-        table.count,
-        table.chunk_tensor,
-        table.chunks,
-        table.dims,
+        *table.arguments,
         hyper,
         steps_before,
         steps,
@@ -268,11 +265,7 @@ def compilations() -> Iterator[Compilation]:
         "CHUNK",
     )
     signature = {
-        "rows": "*i64",
-        "tensors": "i32",
-        "chunk_tensor": "*i32",
-        "chunks": "i32",
-        "dims": "*i64",
+        **TABLE_SIGNATURE,
         "hyper": "*fp32",
         "steps_before": "*fp32",
         "steps": "*fp32",

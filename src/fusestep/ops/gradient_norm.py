@@ -32,6 +32,7 @@ from fusestep.ops.tensor_table import (
     GRADIENT,
     GRADIENT_DIM_COUNT,
     NUMEL,
+    TABLE_SIGNATURE,
     TensorTable,
     build_table,
     entry,
@@ -255,11 +256,7 @@ class NormScratch:
                 _gradient_norm_kernel,
                 (programs,),
                 table.device,
-                table.rows,
-                table.count,
-                table.chunk_tensor,
-                table.chunks,
-                table.dims,
+                *table.arguments,
                 self.partials,
                 first,
                 total,
@@ -351,11 +348,7 @@ def _prove(device: torch.device) -> list[Proof]:
 def _compilations() -> Iterable[Compilation]:
     constants = ("GRADIENT_DTYPE", "IS_STRIDED", "IS_SCALED", "CHUNK", "TILE", "REDUCE", "STAGES")
     signature = {
-        "rows": "*i64",
-        "tensors": "i32",
-        "chunk_tensor": "*i32",
-        "chunks": "i32",
-        "dims": "*i64",
+        **TABLE_SIGNATURE,
         "partials": "*fp32",
         "first_partial": "i32",
         "total": "i32",

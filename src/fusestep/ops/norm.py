@@ -164,7 +164,7 @@ def _tell_that_input_is_kept(who: str) -> None:
     )
 
 
-# ---- the function behind both
+# The function behind both
 
 
 def normalise(

@@ -155,6 +155,10 @@ def gradient_address(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient.data_ptr() or 1
 
 
+#: Triton's types of `TensorTable.arguments`, by the names that every kernel over a table gives its first parameters.
+TABLE_SIGNATURE = {"rows": "*i64", "tensors": "i32", "chunk_tensor": "*i32", "chunks": "i32", "dims": "*i64"}
+
+
 @dataclass(eq=False)
 class TensorTable:
     """The table of one device, as kernels read it.
@@ -171,6 +175,11 @@ class TensorTable:
     chunk_tensor: Tensor
     dims: Tensor
     gradients: DeviceArray
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, Tensor, int, Tensor]:
+        """The first arguments of a kernel over this table."""
+        return self.rows, self.count, self.chunk_tensor, self.chunks, self.dims
 
 
 def build_table(device: torch.device, entries: Sequence[TableEntry], *, capturable: bool = False) -> TensorTable:
