@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusestep import dispatch
 from fusestep.errors import UserError
@@ -373,6 +375,25 @@ def test_memory_efficient_is_right_where_the_output_tells_nothing(
     with caplog.at_level(logging.WARNING, "fusestep"):
         check_gradients(kind, x, weight, bias, TOLERANCE[torch.bfloat16], memory_efficient=True)
     assert "keeps its input" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext(), FlopCounterMode(display=False)])
+def test_the_output_can_be_changed_in_place_as_torchs_can(
+    kind: str, has_residual: bool, mode: Any, device: torch.device
+) -> None:
+    x, weight, bias = leaves(kind, device, (3, 5, 7), torch.float32, torch.float32)
+    residual = torch.randn(3, 5, 7, device=device) if has_residual else None
+    with mode:
+        y = call(kind, x, (7,), weight, bias, residual=residual)
+        y = y[0] if has_residual else y
+    truth = exact(kind, x if residual is None else x + residual, weight, bias)
+    y.mul_(3)
+    torch.nn.functional.relu(y, inplace=True)
+    found = torch.autograd.grad(y.sum(), (x, weight))
+    for value, true in zip(found, torch.autograd.grad(3 * truth.relu().sum(), (x, weight)), strict=True):
+        assert error(value, true) <= 2e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,7 +85,9 @@ def run_forward(
         return y, total, statistics
     if not uses_triton(centred, x.device, statistics.dtype):
         y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
-        return y.contiguous(), None if residual is None else total.contiguous(), statistics
+        # The reference's y is a view to autograd, and a view out of a Function cannot be changed in place.
+        y = torch.ops.aten._unsafe_view(y.contiguous(), y.shape)
+        return y, None if residual is None else total.contiguous(), statistics
     x, x_stride = _rows(x, width)
     residual_stride = width
     if residual is not None:
