@@ -39,6 +39,7 @@ class FusedLayerNorm(nn.LayerNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.LayerNorm's name)
+        """(…, *normalized_shape) to the same shape. Raises: UserError for shapes, dtypes or devices that do not fit."""
         y: Tensor = normalise(
             True,
             "FusedLayerNorm",
@@ -86,6 +87,7 @@ class FusedRMSNorm(nn.RMSNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, *normalized_shape) to the same shape. Raises: UserError for shapes, dtypes or devices that do not fit."""
         y: Tensor = normalise(
             False, "FusedRMSNorm", x, self.normalized_shape, self.weight, None, self.eps, None, self.memory_efficient
         )
