@@ -153,7 +153,7 @@ def test_every_op_lists_its_launches() -> None:
         assert list(op.compilations()), op.name
 
 
-#: The layers of docs/architecture.svg, lowest first; a package uses only what lies in lower ones.
+#: The layers of docs/architecture.svg, lowest first, and the small parts beside them; a package uses only lower ones.
 LAYERS = [
     {"errors", "language", "tables", "durable", "memory"},
     {"hardware"},
