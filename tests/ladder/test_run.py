@@ -137,6 +137,8 @@ def test_leaving_early_ends_the_worker() -> None:
     [
         ({"preset": "huge"}, "--preset is 'huge'; choose one of auto, tiny, mini, scaleup, gpt2"),
         ({"rounds": 0}, "--rounds is 0"),
+        ({"rounds": 10**20}, f"--rounds is {10**20}; give 1 to 1000000"),
+        ({"batch": 10**20}, f"--batch is {10**20}; give 1 to 1000000"),
         ({"steps": -3}, "--steps is -3"),
         ({"gate_steps": 0}, "--gate-steps is 0"),
         ({"batch": 0}, "--batch is 0"),

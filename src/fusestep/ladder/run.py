@@ -26,6 +26,9 @@ from fusestep.models import GPT, PRESETS, GPTConfig
 #: Sequences in a batch where none are asked for; those of the speed targets.
 BATCH = {"tiny": 8, "mini": 32, "scaleup": 32, "gpt2": 16}
 
+#: Rounds, steps or sequences; more is a slip of the keyboard.
+MAXIMUM_COUNT = 10**6
+
 #: Called with the share of the work that is done and what is being done now.
 Progress = Callable[[float, str], None]
 
@@ -104,8 +107,8 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
     """
     for name in ("rounds", "steps", "gate_steps", "batch"):
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
+        if value is not None and not 1 <= value <= MAXIMUM_COUNT:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 to {MAXIMUM_COUNT}.")
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}; give an integer from 0 to 2^63 - 1.")
     names = select(config.rungs, rungs)
