@@ -95,7 +95,13 @@ def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(tmp_path: Path) -
 def test_stopping_it_leaves_no_worker_and_no_file(number: signal.Signals, status: int, tmp_path: Path) -> None:
     marked = {**ENVIRONMENT, "LADDER_TEST": str(tmp_path)}
     with subprocess.Popen(
-        [*COMMAND, *SMALL, "--rounds", "50"], cwd=tmp_path, env=marked, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *SMALL, "--rounds", "50"],
+        cwd=tmp_path,
+        env=marked,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background made them deaf to SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
