@@ -1,0 +1,14 @@
+"""FP8: formats, recipes, the region in which modules multiply in FP8, and their scaling state."""
+
+from fusestep.fp8.context import fp8_autocast
+from fusestep.fp8.formats import Format
+from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "fp8_autocast",
+]

@@ -1,0 +1,133 @@
+"""Recipes: how the scales of FP8 tensors are chosen. Frozen, validated, printable configuration objects.
+
+A tensor is stored as q = cast(saturate(x · scale)) and read as q / scale. The recipes differ in what shares a scale and
+when it is known:
+
+- DelayedScaling: one scale a tensor, from the largest magnitudes (amax) that the tensor had in earlier steps;
+- Float8CurrentScaling: one scale a tensor, from its own amax;
+- Float8BlockScaling: one scale for each 1 × 128 elements of activations and gradients, each 128 × 128 of weights;
+- MXFP8BlockScaling: one power-of-two scale (E8M0) for each 32 elements.
+
+    scale = largest value of the format / amax / 2^margin
+
+Sources: Transformer Engine's user guide for the recipes; OCP Microscaling Formats (MX) v1.0 for MXFP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.fp8.formats import Format
+
+#: A margin beyond this leaves nothing of E4M3's range: 448 / 2^16 is below its smallest value.
+LARGEST_MARGIN = 16
+
+#: (history, slots) amaxes, oldest first, to the (slots,) amaxes that scales come from.
+AmaxAlgorithm = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every recipe says."""
+
+    fp8_format: Format = Format.HYBRID
+
+    def __post_init__(self) -> None:
+        self._check_format()
+
+    def _check_format(self) -> None:
+        if not isinstance(self.fp8_format, Format):
+            raise UserError(
+                f"{type(self).__name__}: fp8_format is {self.fp8_format!r}; pass Format.HYBRID, or Format.E4M3."
+            )
+        if self.fp8_format is Format.E5M2:
+            raise UserError(
+                f"{type(self).__name__}: weights and activations in E5M2 keep two bits of mantissa and do not train; "
+                "pass Format.HYBRID for E5M2 gradients alone."
+            )
+
+    @property
+    def has_history(self) -> bool:
+        """Whether modules keep scaling state from step to step."""
+        return False
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the amaxes of earlier steps, so that the cast needs one read.
+
+    The first scale of a tensor comes from the tensor itself. An amax of zero, or one that is not finite, keeps the old
+    scale and does not enter the history.
+
+    Args:
+        margin: scales are smaller by 2^margin, which leaves room for a tensor that grows between steps; 0 to 16.
+        fp8_format: HYBRID (E4M3 forward, E5M2 gradients) or E4M3 for all.
+        amax_history_len: steps that are remembered, at least 1.
+        amax_compute_algo: "max" of the history, its "most_recent" entry, or a function from the (history, slots)
+            amaxes on the device, oldest first and zero where there is none yet, to (slots,) amaxes.
+        reduce_amax: take the largest amax over the ranks of the region's group.
+    Raises: UserError.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | AmaxAlgorithm = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_format()
+        if not isinstance(self.margin, int) or not 0 <= self.margin <= LARGEST_MARGIN:
+            raise UserError(f"DelayedScaling: margin is {self.margin!r}; pass an integer from 0 to {LARGEST_MARGIN}.")
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise UserError(
+                f"DelayedScaling: amax_history_len is {self.amax_history_len!r}; pass a number of steps, at least 1."
+            )
+        algorithm = self.amax_compute_algo
+        if not callable(algorithm) and algorithm not in ("max", "most_recent"):
+            raise UserError(
+                f'DelayedScaling: amax_compute_algo is {algorithm!r}; pass "max", "most_recent" or a function of the '
+                "history."
+            )
+
+    @property
+    def has_history(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """One scale a tensor, from its own amax: no state, at the price of a second read.
+
+    Args:
+        fp8_format: HYBRID or E4M3.
+        use_power_2_scales: round scales down to a power of two, so that scaling loses no bit.
+    """
+
+    use_power_2_scales: bool = False
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale for each block: 1 × 128 of activations and gradients along the product's sum, 128 × 128 of weights.
+
+    The last block of a row or column may be partial; its scale comes from the elements that are there.
+
+    Args:
+        fp8_format: E4M3 for all; a block's range is narrow enough.
+        use_f32_scales: any fp32 scales instead of powers of two.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """A power-of-two scale (E8M0) for each 32 elements along the product's sum, for weights too."""
+
+    fp8_format: Format = Format.E4M3
