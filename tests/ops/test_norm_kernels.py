@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusestep.nn.functional import layer_norm, rms_norm
-from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops import norm_backward, norm_forward, norm_ops
 from fusestep.ops.norm_ops import row_stride
 
 EPS = 1e-5
@@ -21,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @pytest.fixture
-def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide kernels from 9 columns on, and fewer programs than tiles, so that every loop goes round."""
 
     def forward(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
@@ -35,11 +34,8 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(norm_forward, "forward_launch", forward)
     monkeypatch.setattr(norm_backward, "backward_launch", backward)
     monkeypatch.setattr(norm_backward, "MEANS_BLOCK", 8)
-    for module in (norm_forward, norm_backward):
-        module._prepared.cache_clear()
-    yield
-    for module in (norm_forward, norm_backward):
-        module._prepared.cache_clear()
+    for known in ("_forwards", "_backwards"):
+        monkeypatch.setattr(norm_ops, known, {})
 
 
 def exact(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ over blocks of columns.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -317,83 +317,75 @@ def backward_launch(
     return BackwardLaunch(block, rows, programs, warps, stages)
 
 
-def norm_backward(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dx: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    width: int,
-    dy_stride: int,
-    x_stride: int,
-    from_output: bool,
-) -> None:
-    """Launch the backward on rows of `width`, `dy_stride` and `x_stride` apart; all else is contiguous.
-
-    dweight and dbias are written where given; bias is read where x is the output.
-    """
-    if not from_output:
-        bias = None
-    dtypes = tuple(
-        [None if tensor is None else tensor.dtype for tensor in (dy, dsum, x, weight, bias, dx, dweight, dbias)]
-    )
-    launches = _prepared(x.device, dtypes, *statistics.shape, width, dy_stride, x_stride, from_output)
-    partials = None
-    if launches.gradients:
-        size = (launches.programs, launches.gradients, width)
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    if launches.means is None:
-        launches.rows(dy, dsum, x, weight, bias, statistics, dx, partials)
-    else:
-        means = torch.empty((statistics.shape[0], 2), dtype=torch.float32, device=x.device)
-        launches.means(dy, x, weight, bias, statistics, means)
-        launches.rows(dy, dsum, x, weight, bias, statistics, means, dx, partials)
-    if launches.total is not None:
-        if dweight is None:
-            launches.total(partials, dbias, None)
-        else:
-            launches.total(partials, dweight, dbias)
-
-
-@dataclass(frozen=True)
-class _Launches:
+@dataclass(frozen=True, slots=True)
+class BackwardLaunches:
     """The launches of one backward; `means` for wide rows, `total` where a parameter's gradient is wanted."""
 
-    programs: int
-    gradients: int
-    means: PreparedLaunch | None
+    partials: tuple[tuple[int, int], tuple[int, int]]  # size and strides
     rows: PreparedLaunch
+    means: PreparedLaunch | None
     total: PreparedLaunch | None
+    from_output: bool
+
+    def __call__(
+        self,
+        dy: Tensor,
+        dsum: Tensor | None,
+        x: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        dx: Tensor,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> None:
+        """Write dx, and dweight and dbias where given; bias is read where x is the output."""
+        if not self.from_output:
+            bias = None
+        partials = None
+        if self.total is not None:
+            partials = torch.empty_strided(*self.partials, dtype=torch.float32, device=x.device)
+        if self.means is None:
+            self.rows(dy, dsum, x, weight, bias, statistics, dx, partials)
+        else:
+            means = torch.empty((statistics.shape[0], 2), dtype=torch.float32, device=x.device)
+            self.means(dy, x, weight, bias, statistics, means)
+            self.rows(dy, dsum, x, weight, bias, statistics, means, dx, partials)
+        if self.total is not None:
+            if dweight is None:
+                self.total(partials, dbias, None)
+            else:
+                self.total(partials, dweight, dbias)
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepared(
+def prepare_backward(
     device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],
-    rows: int,
-    columns: int,
+    statistics: Sequence[int],
     width: int,
     dy_stride: int,
     x_stride: int,
+    itemsize: int,
+    weight_itemsize: int,
     from_output: bool,
-) -> _Launches:
-    itemsize = sum(dtype.itemsize for dtype in dtypes[:3] if dtype is not None)
-    weight_itemsize = 0 if dtypes[3] is None else dtypes[3].itemsize
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> BackwardLaunches:
+    """The launches on rows of `width`; those of dy and x are `dy_stride` and `x_stride` apart, all else is contiguous.
+
+    `statistics` is their shape; for the item sizes see `backward_launch`.
+    """
+    rows, columns = statistics
     multiprocessors = hardware.multiprocessors(device.index or 0)
     choice = backward_launch(width, itemsize, weight_itemsize, multiprocessors, columns > 1)
     programs = min(choice.programs, -(-rows // choice.rows))
-    wanted = [dtype is not None for dtype in dtypes[-2:]]
+    gradients = weight_gradient + bias_gradient
     common = {"WIDTH": width, "STATISTICS": columns, "FROM_OUTPUT": from_output}
     constants = common | {
         "BLOCK": choice.block,
         "ROWS": choice.rows,
         "STAGES": choice.stages,
-        "WEIGHT_GRADIENT": wanted[0],
-        "BIAS_GRADIENT": wanted[1],
+        "WEIGHT_GRADIENT": weight_gradient,
+        "BIAS_GRADIENT": bias_gradient,
         "num_warps": choice.warps,
     }
     numbers = (rows, dy_stride, x_stride)
@@ -406,11 +398,11 @@ def _prepared(
         blocks = -(-width // choice.block)
         main = PreparedLaunch(_norm_backward_wide_kernel, (blocks, programs), device, numbers, **constants)
     total = None
-    if any(wanted):
+    if gradients:
         sums = sum_columns(width)
         total = PreparedLaunch(
             _sum_partials_kernel,
-            (-(-width // sums), sum(wanted)),
+            (-(-width // sums), gradients),
             device,
             (programs,),
             WIDTH=width,
@@ -418,4 +410,5 @@ def _prepared(
             COLUMNS=sums,
             num_warps=4,
         )
-    return _Launches(programs, sum(wanted), means, main, total)
+    size = (programs, gradients * width)
+    return BackwardLaunches((size, (size[1], 1)), main, means, total, from_output)

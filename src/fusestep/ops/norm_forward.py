@@ -19,11 +19,9 @@ Where the squares of a row overflow fp32 (magnitudes above about 1e19), rstd is 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fusestep import hardware
 from fusestep.language import tl, triton
@@ -208,36 +206,14 @@ def forward_launch(width: int, multiprocessors: int) -> ForwardLaunch:
     return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))
 
 
-def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    total: Tensor | None,
-    statistics: Tensor,
-    width: int,
-    x_stride: int,
-    residual_stride: int,
-    eps: float,
-) -> None:
-    """Launch the forward on rows of `width`, `x_stride` and `residual_stride` apart; all else is contiguous."""
-    tensors = (x, residual, weight, bias, y, total, statistics)
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    _prepared(x.device, dtypes, *statistics.shape, width, x_stride, residual_stride, eps)(*tensors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepared(
-    device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],  # noqa: ARG001 (a prepared launch serves these dtypes alone)
-    rows: int,
-    columns: int,
-    width: int,
-    x_stride: int,
-    residual_stride: int,
-    eps: float,
+def prepare_forward(
+    device: torch.device, rows: int, columns: int, width: int, x_stride: int, residual_stride: int, eps: float
 ) -> PreparedLaunch:
+    """The launch on (x, residual, weight, bias, y, x + residual, statistics), None for what is not there.
+
+    Rows of x and of the residual are `x_stride` and `residual_stride` apart, all else is contiguous; `columns` are
+    those of the statistics.
+    """
     choice = forward_launch(width, hardware.multiprocessors(device.index or 0))
     numbers = (rows, x_stride, residual_stride, eps)
     constants = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": columns, "num_warps": choice.warps}

@@ -6,19 +6,22 @@ Over rows of `width` elements, the last dimensions of x:
 - `norm_forward_residual`: the same for x + residual, which it also returns;
 - `norm_backward`: dx and the gradients of weight and bias (see norm_backward.py).
 
-`run_forward` and `run_backward` are what the ops do: the kernels where they run, else the reference.
+`run_forward` and `run_backward` are what the ops do: the kernels where they run, else the reference. Which launches the
+kernels need follows from the options and the layouts of the tensors; it is worked out at the first call of each
+combination and looked up in all others, which spares the host most of a call.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusestep import dispatch
-from fusestep.ops.norm_backward import norm_backward as launch_backward
-from fusestep.ops.norm_forward import norm_forward as launch_forward
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.norm_backward import BackwardLaunches, prepare_backward
+from fusestep.ops.norm_forward import prepare_forward
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference, statistics_columns
 from fusestep.ops.registry import define
 
@@ -45,10 +48,12 @@ def row_stride(x: Tensor, width: int) -> int | None:
     return width if stride is None else stride
 
 
-def _rows(x: Tensor, width: int) -> tuple[Tensor, int]:
-    """x, or a contiguous copy where its rows are not evenly spaced, and its row stride."""
-    stride = row_stride(x, width)
-    return (x, stride) if stride is not None else (x.contiguous(), width)
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def _all_contiguous(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 def op_name(centred: bool) -> str:
@@ -69,6 +74,30 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
 
 
+class _Forward(NamedTuple):
+    """What the kernel needs for tensors of certain layouts, beside the tensors."""
+
+    op: str
+    total: torch.dtype
+    statistics: tuple[tuple[int, int], tuple[int, int]]  # size and strides
+    launch: PreparedLaunch
+
+
+class _Backward(NamedTuple):
+    op: str
+    launches: BackwardLaunches
+
+
+#: By options and layouts; emptied where it would hold more than MOST, since shapes may never repeat.
+_forwards: dict[tuple[Any, ...], _Forward] = {}
+_backwards: dict[tuple[Any, ...], _Backward] = {}
+MOST = 4096
+
+
+def _layouts(*tensors: Tensor | None) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]:
+    return [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+
+
 def run_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -80,21 +109,59 @@ def run_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, x + residual or None, statistics), through the kernels or the reference."""
-    y, total, statistics = _unwritten(x, residual, weight, bias, width, centred, dtype)
-    if y.numel() == 0:
-        return y, total, statistics
-    if not uses_triton(centred, x.device, statistics.dtype):
-        y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
+    device = x.device
+    key = (device, width, eps, centred, dtype, *_layouts(x, residual, weight, bias))
+    known = _forwards.get(key)
+    if known is None or not dispatch.uses_triton(known.op, device):
+        return _first_forward(key, x, residual, weight, bias, width, eps, centred, dtype)
+    y = _unwritten_like(x, dtype)
+    total = None if residual is None else _unwritten_like(x, known.total)
+    statistics = torch.empty_strided(*known.statistics, dtype=torch.float32, device=device)
+    known.launch(x, residual, weight, bias, y, total, statistics)
+    return y, total, statistics
+
+
+def _first_forward(
+    key: tuple[Any, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What needs no kernel, or copies; else get to know the call and run it again."""
+    options = (width, eps, centred, dtype)
+    if x.numel() == 0:
+        return _unwritten(x, residual, weight, bias, width, centred, dtype)
+    if not uses_triton(centred, x.device, computing_dtype(x, residual, weight, bias)):
+        y, total, statistics = forward_reference(x, residual, weight, bias, *options)
         # The reference's y is a view to autograd, and a view out of a Function cannot be changed in place.
         y = torch.ops.aten._unsafe_view(y.contiguous(), y.shape)
         return y, None if residual is None else total.contiguous(), statistics
-    x, x_stride = _rows(x, width)
-    residual_stride = width
-    if residual is not None:
-        residual, residual_stride = _rows(residual, width)
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    launch_forward(x, residual, weight, bias, y, total, statistics, width, x_stride, residual_stride, eps)
-    return y, total, statistics
+    x_stride = row_stride(x, width)
+    residual_stride = width if residual is None else row_stride(residual, width)
+    if x_stride is None or residual_stride is None or not _all_contiguous(weight, bias):
+        return run_forward(
+            x if x_stride is not None else x.contiguous(),
+            residual if residual_stride is not None or residual is None else residual.contiguous(),
+            _contiguous(weight),
+            _contiguous(bias),
+            *options,
+        )
+    total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
+    rows, columns = x.numel() // width, statistics_columns(total_dtype, centred)
+    launch = prepare_forward(x.device, rows, columns, width, x_stride, residual_stride, eps)
+    _keep(_forwards, key, _Forward(op_name(centred), total_dtype, ((rows, columns), (columns, 1)), launch))
+    return run_forward(x, residual, weight, bias, *options)
+
+
+def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(known) >= MOST:
+        known.clear()
+    known[key] = value
 
 
 def _unwritten(
@@ -122,10 +189,6 @@ def _unwritten_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
-
-
 def run_backward(
     dy: Tensor,
     dsum: Tensor | None,
@@ -141,22 +204,72 @@ def run_backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), through the kernels or the reference; None for a gradient that is not wanted."""
+    device = x.device
+    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient)
+    key = (device, *options, *_layouts(dy, dsum, x, statistics, weight, bias))
+    known = _backwards.get(key)
+    if known is None or not dispatch.uses_triton(known.op, device):
+        return _first_backward(key, dy, dsum, x, statistics, weight, bias, *options)
     dx = _unwritten_like(x, dtype)
     dweight = _unwritten_like(weight, weight.dtype) if weight_gradient and weight is not None else None
     dbias = _unwritten_like(bias, bias.dtype) if bias_gradient and bias is not None else None
-    if dx.numel() == 0:
-        return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
+    known.launches(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias)
+    return dx, dweight, dbias
+
+
+def _first_backward(
+    key: tuple[Any, ...],
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    centred: bool,
+    from_output: bool,
+    dtype: torch.dtype,
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What needs no kernel, or copies; else get to know the call and run it again."""
+    wanted = (weight if weight_gradient else None, bias if bias_gradient else None)
+    if x.numel() == 0:
+        dweight, dbias = (None if t is None else _unwritten_like(t, t.dtype).zero_() for t in wanted)
+        return _unwritten_like(x, dtype), dweight, dbias
     if not uses_triton(centred, x.device, statistics.dtype):
         dx, *gradients = backward_reference(dy, dsum, x, statistics, weight, bias, width, centred, from_output, dtype)
-        for target, gradient in zip((dweight, dbias), gradients, strict=True):
-            if target is not None:
-                target.copy_(gradient.reshape(target.shape))
+        # A gradient may share memory with another, or with dy; what an op returns may not.
+        dweight, dbias = (
+            None if t is None else _unwritten_like(t, t.dtype).copy_(gradient.reshape(t.shape))
+            for t, gradient in zip(wanted, gradients, strict=True)
+        )
         return dx.contiguous(), dweight, dbias
-    dy, dy_stride = _rows(dy, width)
-    x, x_stride = _rows(x, width)
-    dsum, weight, bias = _contiguous(dsum), _contiguous(weight), _contiguous(bias)
-    launch_backward(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias, width, dy_stride, x_stride, from_output)
-    return dx, dweight, dbias
+    dy_stride, x_stride = row_stride(dy, width), row_stride(x, width)
+    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient)
+    if dy_stride is None or x_stride is None or not _all_contiguous(dsum, weight, bias):
+        return run_backward(
+            dy if dy_stride is not None else dy.contiguous(),
+            _contiguous(dsum),
+            x if x_stride is not None else x.contiguous(),
+            statistics,
+            _contiguous(weight),
+            _contiguous(bias),
+            *options,
+        )
+    launches = prepare_backward(
+        x.device,
+        statistics.shape,
+        width,
+        dy_stride,
+        x_stride,
+        sum(tensor.dtype.itemsize for tensor in (dy, dsum, x) if tensor is not None),
+        0 if weight is None else weight.dtype.itemsize,
+        from_output,
+        *(tensor is not None for tensor in wanted),
+    )
+    _keep(_backwards, key, _Backward(op_name(centred), launches))
+    return run_backward(dy, dsum, x, statistics, weight, bias, *options)
 
 
 def _forward(x: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
