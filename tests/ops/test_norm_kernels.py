@@ -34,6 +34,7 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_forward, "forward_launch", forward)
     monkeypatch.setattr(norm_backward, "backward_launch", backward)
     monkeypatch.setattr(norm_backward, "MEANS_BLOCK", 8)
+    monkeypatch.setattr(norm_backward, "LONE_TILES", 0)
     for known in ("_forwards", "_backwards"):
         monkeypatch.setattr(norm_ops, known, {})
 
@@ -149,6 +150,36 @@ def test_kernels_keep_large_means(width: int) -> None:
 @pytest.mark.parametrize("width", [4, 37])
 def test_kernels_at_their_own_launches(kind: str, width: int) -> None:
     check(kind, torch.randn(3, width) + 2, None)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("wanted", ["", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("width", [6, 21])
+def test_few_rows_take_one_program_that_writes_the_gradients_itself(
+    wanted: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_backward, "LONE_TILES", 3)
+    monkeypatch.delattr(norm_backward, "_sum_partials_kernel")
+    x = torch.randn(5, width, requires_grad=True)
+    weight, bias = (torch.rand(width).requires_grad_(name in wanted) for name in ("weight", "bias"))
+    leaves = [leaf for leaf in (x, weight, bias) if leaf.requires_grad]
+    dy = torch.randn(5, width)
+    found = torch.autograd.grad(layer_norm(x, (width,), weight, bias, EPS), leaves, dy)
+    true = torch.autograd.grad(exact("layer_norm", x, weight, bias), leaves, dy.double())
+    for value, exactly in zip(found, true, strict=True):
+        assert float((value.double() - exactly).norm() / exactly.norm()) <= 1e-5
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tensor_that_outlived_its_transform_is_unwrapped(which: int) -> None:
+    given = [torch.randn(3, 8), torch.rand(8)]
+    kept: list[Tensor] = []
+    torch.func.grad(lambda tensor: (kept.append(tensor), tensor.sum())[1])(given[which])
+    x, weight = (kept[0], given[1]) if which == 0 else (given[0], kept[0])
+    y = rms_norm(x, (8,), weight, EPS)
+    assert torch.allclose(y.double(), exact("rms_norm", *given, None), rtol=1e-5)
 
 
 @pytest.mark.interpreter

@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             _compiled[tuple(key)] = found
     else:
         compiled, constants = found
-        _call(compiled, (*grid, 1, 1)[:3], index, *values, *constants)
+        _call(compiled, (*grid, 1, 1)[:3], index, (*values, *constants))
     return None
 
 
@@ -99,11 +99,11 @@ class PreparedLaunch:
                 self._compiled[key] = (compiled, (*self._numbers, *constants))
         else:
             compiled, fixed = found
-            _call(compiled, self._grid, index, *addresses, *fixed)
+            _call(compiled, self._grid, index, (*addresses, *fixed))
         return None
 
 
-def _call(compiled: Any, grid: tuple[int, ...], index: int | None, *args: Any) -> None:
+def _call(compiled: Any, grid: tuple[int, ...], index: int | None, args: tuple[Any, ...]) -> None:
     """Launch a compiled kernel on the current stream of the current device, which is `index`."""
     runtime = triton.knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens

@@ -9,9 +9,10 @@ dsum is the gradient that reaches x + residual from elsewhere. Everything is com
 statistics or, in the memory-efficient form, from the output: x̂ = (y − bias) / weight.
 
 Persistent programs walk tiles of rows and keep their part of dweight and dbias in registers; each writes it once to
-`partials`, fp32, and a small second kernel adds the parts in a fixed order. No atomics, so the same inputs give the
-same bits on the same device. Rows too wide for registers take two kernels, one for the two means of each row and one
-over blocks of columns.
+`partials`, fp32, and a small second kernel adds the parts in a fixed order. Few rows are left to one program, whose
+part is the whole: it writes the gradients themselves, and the second launch is spared. No atomics, so the same inputs
+give the same bits on the same device. Rows too wide for registers take two kernels, one for the two means of each row
+and one over blocks of columns.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def _normalised(x, statistics_ptr, row, in_rows, weight, bias, STATISTICS: tl.co
 
 
 @triton.jit
-def _store_partials(
-    partials_ptr,
+def _store_gradients(
+    first_ptr,
+    second_ptr,
     program,
     column,
     dweight,
@@ -54,12 +56,15 @@ def _store_partials(
     WEIGHT_GRADIENT: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr,
 ):
-    """Write a program's part of the gradients that are wanted, which stand side by side."""
+    """Write a program's part of the gradients that are wanted: side by side, or a lone program's to two tensors."""
     offset = program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + column
     if WEIGHT_GRADIENT:
-        tl.store(partials_ptr + offset, dweight, mask=column < WIDTH)
+        tl.store(first_ptr + offset, dweight, mask=column < WIDTH)
     if BIAS_GRADIENT:
-        tl.store(partials_ptr + offset + WEIGHT_GRADIENT * WIDTH, dbias, mask=column < WIDTH)
+        if second_ptr is not None:
+            tl.store(second_ptr + column, dbias, mask=column < WIDTH)
+        else:
+            tl.store(first_ptr + offset + WEIGHT_GRADIENT * WIDTH, dbias, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,7 +76,8 @@ def _norm_backward_kernel(
     bias_ptr,  # (WIDTH,) or None; read with FROM_OUTPUT alone
     statistics_ptr,  # (rows, STATISTICS)
     dx_ptr,  # (rows, WIDTH)
-    partials_ptr,  # (programs, gradients of the parameters that are wanted, WIDTH), fp32
+    first_ptr,  # partials: (programs, gradients of the parameters that are wanted, WIDTH), fp32; or see LONE_TILES
+    second_ptr,  # None; or see LONE_TILES
     rows,
     dy_stride,
     x_stride,
@@ -117,7 +123,7 @@ def _norm_backward_kernel(
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
     columns = tl.arange(0, BLOCK)
-    _store_partials(partials_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
+    _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -168,7 +174,8 @@ def _norm_backward_wide_kernel(
     statistics_ptr,
     means_ptr,
     dx_ptr,
-    partials_ptr,
+    first_ptr,
+    second_ptr,
     rows,
     dy_stride,
     x_stride,
@@ -209,7 +216,7 @@ def _norm_backward_wide_kernel(
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
-    _store_partials(partials_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
+    _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -248,6 +255,11 @@ def _sum_partials_kernel(
 #: Columns that the kernel for the means of a wide row takes at a time, and rows of partials that are added at a time.
 MEANS_BLOCK = 2048
 SUM_ROWS = 128
+
+#: So many tiles of rows are left to one program where a parameter's gradient is wanted. It is handed the gradients in
+#: place of partials: the weight's and the bias's, or the one that is wanted. Its tiles take turns, on a device that so
+#: few rows leave idle; the launch that this spares costs the host more.
+LONE_TILES = 8
 
 
 def sum_columns(width: int) -> int:
@@ -319,7 +331,7 @@ def backward_launch(
 
 @dataclass(frozen=True, slots=True)
 class BackwardLaunches:
-    """The launches of one backward; `means` for wide rows, `total` where a parameter's gradient is wanted."""
+    """The launches of one backward; `means` for wide rows, `total` where there are partials to add."""
 
     partials: tuple[tuple[int, int], tuple[int, int]]  # size and strides
     rows: PreparedLaunch
@@ -342,20 +354,18 @@ class BackwardLaunches:
         """Write dx, and dweight and dbias where given; bias is read where x is the output."""
         if not self.from_output:
             bias = None
-        partials = None
+        first, second = (dbias, None) if dweight is None else (dweight, dbias)
+        targets = first, second
         if self.total is not None:
-            partials = torch.empty_strided(*self.partials, dtype=torch.float32, device=x.device)
+            targets = torch.empty_strided(*self.partials, dtype=torch.float32, device=x.device), None
         if self.means is None:
-            self.rows(dy, dsum, x, weight, bias, statistics, dx, partials)
+            self.rows(dy, dsum, x, weight, bias, statistics, dx, *targets)
         else:
             means = torch.empty((statistics.shape[0], 2), dtype=torch.float32, device=x.device)
             self.means(dy, x, weight, bias, statistics, means)
-            self.rows(dy, dsum, x, weight, bias, statistics, means, dx, partials)
+            self.rows(dy, dsum, x, weight, bias, statistics, means, dx, *targets)
         if self.total is not None:
-            if dweight is None:
-                self.total(partials, dbias, None)
-            else:
-                self.total(partials, dweight, dbias)
+            self.total(targets[0], first, second)
 
 
 def prepare_backward(
@@ -377,8 +387,9 @@ def prepare_backward(
     rows, columns = statistics
     multiprocessors = hardware.multiprocessors(device.index or 0)
     choice = backward_launch(width, itemsize, weight_itemsize, multiprocessors, columns > 1)
-    programs = min(choice.programs, -(-rows // choice.rows))
+    tiles = -(-rows // choice.rows)
     gradients = weight_gradient + bias_gradient
+    programs = 1 if gradients and tiles <= LONE_TILES else min(choice.programs, tiles)
     common = {"WIDTH": width, "STATISTICS": columns, "FROM_OUTPUT": from_output}
     constants = common | {
         "BLOCK": choice.block,
@@ -398,7 +409,7 @@ def prepare_backward(
         blocks = -(-width // choice.block)
         main = PreparedLaunch(_norm_backward_wide_kernel, (blocks, programs), device, numbers, **constants)
     total = None
-    if gradients:
+    if gradients and programs > 1:
         sums = sum_columns(width)
         total = PreparedLaunch(
             _sum_partials_kernel,

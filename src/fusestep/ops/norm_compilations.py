@@ -48,14 +48,14 @@ def _forward(centred: bool) -> Iterator[Compilation]:
 
 
 def _backward(centred: bool) -> Iterator[Compilation]:
-    """Every kernel at every launch choice: the fewest and the most bytes a column, and what lies between."""
+    """Every kernel at every launch choice: the fewest and the most bytes a column, what lies between, and few rows."""
     for width in COMPILED_WIDTHS:
-        variants = [("bf16", False, False)]
+        variants = [("bf16", False, False, False), ("bf16", False, False, True)]
         if width > 512:
-            variants.append(("fp32", True, True))
+            variants.append(("fp32", True, True, False))
         if 512 < width <= 8192:
-            variants.append(("bf16", True, False))
-        for element, has_dsum, from_output in variants:
+            variants.append(("bf16", True, False, False))
+        for element, has_dsum, from_output, is_lone in variants:
             itemsize = 2 if element == "bf16" else 4
             choice = norm_backward.backward_launch(
                 width, (3 if has_dsum else 2) * itemsize, itemsize, MULTIPROCESSORS, centred
@@ -79,10 +79,12 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             written: dict[str, str | None] = {
                 "dsum_ptr": element if has_dsum else None,
                 "dx_ptr": element,
-                "partials_ptr": "fp32",
+                "first_ptr": element if is_lone else "fp32",
+                "second_ptr": element if is_lone and centred else None,
             }
             numbers = {"rows": "i32", "dy_stride": "i32", "x_stride": "i32"}
-            label = f"{width}, {element}{', dsum' if has_dsum else ''}{', from the output' if from_output else ''}"
+            more = {", dsum": has_dsum, ", from the output": from_output, ", few rows": is_lone}
+            label = f"{width}, {element}{''.join(text for text, holds in more.items() if holds)}"
             if choice.block >= width:
                 constexprs["RELOAD"] = choice.reload
                 yield _aligned(
@@ -103,14 +105,15 @@ def _backward(centred: bool) -> Iterator[Compilation]:
                     constexprs,
                     choice.warps,
                 )
-                yield _aligned(
-                    norm_backward._row_means_kernel,
-                    f"row means {label}",
-                    read | means,
-                    numbers,
-                    common | {"BLOCK": norm_backward.MEANS_BLOCK},
-                    4,
-                )
+                if not is_lone:
+                    yield _aligned(
+                        norm_backward._row_means_kernel,
+                        f"row means {label}",
+                        read | means,
+                        numbers,
+                        common | {"BLOCK": norm_backward.MEANS_BLOCK},
+                        4,
+                    )
     for width in (768, 3072):
         yield _aligned(
             norm_backward._sum_partials_kernel,
