@@ -1,0 +1,85 @@
+"""Block scaling in plain PyTorch: what the kernel is compared with, and what runs where it cannot.
+
+The formulas stand in block_scaling.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fusestep.ops.roll_scales import LARGEST_SCALE
+
+#: Both formats' NaN as the hardware writes it; a software cast would keep its sign.
+NAN_BYTE = 0x7F
+
+_INFINITY_BITS = 0x7F800000
+
+
+def quantize_blocks_reference(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    data_shape: tuple[int, int],
+    scales_shape: tuple[int, int],
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor]:
+    """(data, inverse scales) of x (rows, columns) by blocks along its rows; the transposed result is that of x.t().
+
+    Args:
+        data_shape, scales_shape: of the results, at least as large as x and its blocks; data beyond x are zero.
+    """
+    largest = torch.finfo(dtype).max
+    height, width = block
+    row_blocks, column_blocks = -(-data_shape[0] // height), -(-data_shape[1] // width)
+    whole = pad(x.float(), (0, column_blocks * width - x.shape[1], 0, row_blocks * height - x.shape[0]))
+    blocks = whole.reshape(row_blocks, height, column_blocks, width)
+    # Of no element the largest magnitude is zero; torch would refuse to tell.
+    amax = blocks.abs().amax(dim=(1, 3)) if whole.numel() else blocks.new_zeros(row_blocks, column_blocks)
+    if width == 32:
+        scale, scale_inv = microscale(amax, largest)
+    else:
+        scale = block_scale(amax, largest, power_of_two)
+        scale_inv = 1.0 / scale
+    q = (blocks * scale[:, None, :, None]).reshape(whole.shape)[: data_shape[0], : data_shape[1]]
+    data = q.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill(q.isnan(), NAN_BYTE)
+    # Scales of blocks that hold padding alone are 1; a product must not meet anything else there.
+    more = (0, scales_shape[1] - column_blocks, 0, scales_shape[0] - row_blocks)
+    return data.view(dtype), pad(scale_inv, more, value=1)
+
+
+def block_scale(amax: Tensor, largest: float, power_of_two: bool) -> Tensor:
+    """min(largest / amax, 2^126), rounded down to a power of two if asked; 1 where amax is zero or not finite."""
+    scale = torch.full_like(amax, largest).div(amax).clamp(max=LARGEST_SCALE)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _INFINITY_BITS).view(torch.float32)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def microscale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """(scale 2^(127 − e), uint8 exponents e): the biased exponent of amax / largest, rounded up.
+
+    0 gives 0, infinity 254, NaN 255, of which the scale is NaN.
+    """
+    bits = (amax / largest).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # E8M0 begins at 2^-127, which in fp32 is below the normal numbers: half of the smallest one.
+    exponent = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    exponent = exponent.masked_fill(amax.isinf(), 254).masked_fill(amax.isnan(), 255)
+    return exponent_value(254 - exponent), exponent.to(torch.uint8)
+
+
+def exponent_value(exponents: Tensor) -> Tensor:
+    """2^(e − 127) in fp32, of integers −1 to 255: below the normal numbers at 0, NaN at 255 and at −1."""
+    exponents = exponents.to(torch.int32)
+    bits = (exponents << 23).masked_fill(exponents == 0, 0x400000)
+    return bits.masked_fill((exponents == 255) | (exponents < 0), 0x7FC00000).view(torch.float32)
+
+
+def dequantize_blocks(data: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
+    """data · inverse scale of its block, in fp32: (rows, columns) of the stored data, padding included."""
+    height, width = block
+    scales = exponent_value(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
+    wide = scales.repeat_interleave(width, 1)[:, : data.shape[1]]
+    return data.float() * wide.repeat_interleave(height, 0)[: data.shape[0]]
