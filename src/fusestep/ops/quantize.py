@@ -1,0 +1,298 @@
+"""Cast a matrix to FP8 with one scale, and its transpose in the same read, with what comes before folded in.
+
+    q = cast(saturate(x · scale)),   read as q · scale_inv,   scale_inv = 1 / scale
+
+x · scale is formed in fp32, saturates at the format's largest value (infinities too; NaN stays NaN) and is rounded to
+nearest, ties to even. x is a matrix, the activation of one, or the gradient of an activation's input.
+
+The scale belongs to a *slot*, a row of `slots` (see roll_scales.py) on the device. A slot that has a scale is used as
+it is. One that has none yet takes its scale from its amax, which a pass over x before raises to max|x|:
+
+    scale = min(largest / amax / 2^margin, 2^126)          (1 where amax is 0 or not finite)
+
+Nothing of this waits for the device, nor does a branch in Python depend on it. With `record` the slot's amax is raised
+by every cast.
+
+Outputs are padded with zeros to multiples of 16 (see quantized.py). Column sums, the gradient of a bias, are of what
+is cast, before the cast, in fp32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.ops.activation import (
+    activation_backward_reference,
+    activation_reference,
+    check_activation,
+    is_gated,
+)
+from fusestep.ops.quantize_reference import padded_bytes, quantize_reference
+from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.registry import define
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+#: What run_quantize and the raw op return: data, transposed, scale_inv and column sums.
+_Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
+
+
+def run_quantize(
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    record: bool,
+    margin: int,
+    power_of_two: bool,
+    counts: Tensor | None,
+    column_sums: bool,
+) -> _Outputs:
+    """Cast x; with an activation's name, the activation of x; with h too, the gradient of h from x."""
+    if h is not None:
+        values = activation_backward_reference(x, h, activation)
+    elif activation:
+        values = activation_reference(x, activation)
+    else:
+        values = x
+    return quantize_reference(
+        values, slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums
+    )
+
+
+def _quantize(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An op cannot return None: what is not wanted is an empty tensor."""
+    data, transposed, scale_inv, sums = run_quantize(x, *options)
+    dtype = options[4]
+    nothing = x.new_empty(0, dtype=torch.float32)
+    return (
+        x.new_empty(0, dtype=dtype) if data is None else data,
+        x.new_empty(0, dtype=dtype) if transposed is None else transposed,
+        scale_inv,
+        nothing if sums is None else sums,
+    )
+
+
+def _quantize_fake(
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,  # noqa: ARG001
+    index: int,  # noqa: ARG001
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    record: bool,  # noqa: ARG001
+    margin: int,  # noqa: ARG001
+    power_of_two: bool,  # noqa: ARG001
+    counts: Tensor | None,  # noqa: ARG001
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = _cast_shape(x, h, activation)
+    return (
+        x.new_empty((padded(rows), padded(columns)) if rowwise else 0, dtype=dtype),
+        x.new_empty((padded(columns), padded(rows)) if columnwise else 0, dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(columns if column_sums else 0, dtype=torch.float32),
+    )
+
+
+def _cast_shape(x: Tensor, h: Tensor | None, activation: str) -> tuple[int, int]:
+    """Rows and columns of what is cast."""
+    rows, columns = x.shape if h is None else h.shape
+    return rows, columns // 2 if activation and h is None and is_gated(activation) else columns
+
+
+quantize_op = define(
+    "quantize(Tensor x, Tensor? h, str activation, Tensor(a!) slots, int index, ScalarType dtype, bool rowwise, "
+    "bool columnwise, bool record, int margin, bool power_of_two, Tensor(b!)? counts, bool column_sums) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+transpose_bytes_op = define(
+    "transpose_bytes(Tensor data) -> Tensor",
+    lambda data: padded_bytes(data.view(torch.uint8).t().view(data.dtype), *reversed(data.shape)),
+    lambda data: data.new_empty(data.shape[1], data.shape[0]),
+)
+
+
+# Public functions
+
+
+def quantize(
+    x: Tensor,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    record: bool = False,
+    margin: int = 0,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+    column_sums: bool = False,
+) -> tuple[Quantized, Tensor | None]:
+    """Cast a matrix; see the head of this file. No gradient flows through it.
+
+    Args:
+        x: (rows, columns) fp32, bf16 or fp16; copied if its last stride is not 1.
+        slots: (n, 4) fp32 on x's device; contiguous.
+        index: the slot.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise, columnwise: which of data and transposed are wanted.
+        record: raise the slot's amax, also where it has a scale.
+        margin: a scale that is taken from the amax is smaller by 2^margin.
+        power_of_two: such a scale is rounded down to a power of two.
+        counts: (n, 3) int64, contiguous: to the slot's row is added how many elements were cast, saturated, and
+            flushed from something to zero.
+        column_sums: also return the fp32 sums over the rows of x, (columns,).
+
+    Returns: the quantised matrix and the sums, None where they were not asked for.
+    Raises: UserError, before anything is written, for shapes, dtypes or devices that do not fit.
+    """
+    return _cast(
+        *("quantize", x, None, "", slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
+    )
+
+
+def quantize_activation(
+    h: Tensor,
+    name: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    record: bool = False,
+    margin: int = 0,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+) -> Quantized:
+    """Cast activation(h), which is formed in fp32 and never stored; see `quantize` and activation.py.
+
+    Args:
+        h: (rows, columns) fp32, bf16 or fp16; of a gated activation (rows, 2 · columns), the gate first.
+        name: one of ACTIVATIONS.
+    """
+    quantized, _ = _cast(
+        *("quantize_activation", h, None, name, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, False),
+    )
+    return quantized
+
+
+def quantize_activation_backward(
+    da: Tensor,
+    h: Tensor,
+    name: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    record: bool = False,
+    margin: int = 0,
+    power_of_two: bool = False,
+    counts: Tensor | None = None,
+    column_sums: bool = True,
+) -> tuple[Quantized, Tensor | None]:
+    """Cast the gradient of h, given that of activation(h); see `quantize` and activation.py.
+
+    Args:
+        da: (rows, columns) fp32, bf16 or fp16.
+        h: what the forward was given: da's shape, of a gated activation (rows, 2 · columns).
+    """
+    return _cast(
+        *("quantize_activation_backward", da, h, name, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
+    )
+
+
+def transpose_bytes(data: Tensor) -> Tensor:
+    """The transpose of a padded FP8 matrix as a new one: (R, C) to (C, R)."""
+    transposed: Tensor = transpose_bytes_op(data)
+    return transposed
+
+
+def _cast(
+    who: str,
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    record: bool,
+    margin: int,
+    power_of_two: bool,
+    counts: Tensor | None,
+    column_sums: bool,
+) -> tuple[Quantized, Tensor | None]:
+    _check(who, x, h, activation, slots, index, dtype, rowwise, columnwise, counts)
+    outputs = quantize_op(
+        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
+    )
+    data, transposed, scale_inv, sums = outputs
+    shape = _cast_shape(x, h, activation)
+    quantized = Quantized(shape, data if rowwise else None, transposed if columnwise else None, scale_inv, scale_inv)
+    return quantized, sums if column_sums else None
+
+
+def _check(
+    who: str,
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    counts: Tensor | None,
+) -> None:
+    """One sentence for what cannot be cast."""
+    if dtype not in FP8:
+        raise UserError(f"{who}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
+    if not rowwise and not columnwise:
+        raise UserError(f"{who}: neither data nor its transpose is wanted; pass rowwise=True or columnwise=True.")
+    for name, matrix in (("x", x), ("h", h)):
+        if matrix is None:
+            continue
+        if matrix.dim() != 2:
+            raise UserError(f"{who}: {name} has shape {tuple(matrix.shape)}; pass (rows, columns).")
+        if matrix.dtype not in CASTABLE:
+            raise UserError(f"{who}: {name} has dtype {matrix.dtype}; pass float32, bfloat16 or float16.")
+        if matrix.device != slots.device:
+            raise UserError(f"{who}: {name} is on {matrix.device} and slots on {slots.device}; move them to one.")
+    if activation:
+        check_activation(who, x if h is None else h, activation)
+    if h is not None and (h.shape[0], h.shape[1] // (2 if is_gated(activation) else 1)) != tuple(x.shape):
+        raise UserError(f"{who}: the gradient has shape {tuple(x.shape)} and h {tuple(h.shape)}, which do not fit.")
+    if slots.dim() != 2 or slots.shape[1] != 4 or slots.dtype is not torch.float32 or not slots.is_contiguous():
+        raise UserError(f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, 4) float32.")
+    if not 0 <= index < slots.shape[0]:
+        raise UserError(f"{who}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
+    if counts is not None and (
+        counts.shape != (slots.shape[0], 3)
+        or counts.dtype is not torch.int64
+        or counts.device != slots.device
+        or not counts.is_contiguous()
+    ):
+        raise UserError(f"{who}: counts are {tuple(counts.shape)} {counts.dtype}; pass contiguous (n, 3) int64.")
