@@ -1,0 +1,190 @@
+"""FP8 copies of weights that the optimizer writes, so that a training forward casts none.
+
+Three parts take turns, each in one place:
+
+1. A module that casts a weight in training attaches a `WeightCopies` to it (`attach`), which says how it casts.
+2. FusedAdam.step, which has the new weight at hand, writes the copies and marks them as current.
+3. In the next training forward the module asks for them (`current_copy`), and casts by itself where there are none.
+
+A copy is current while the weight's version and address are those of when it was marked: loading a state, copying in
+place, averaging and any other optimizer make it stale. A write through `param.data` changes neither; whoever does that
+between training steps calls `fusestep.refresh(model)`. In evaluation modules cast afresh and ask for no copy.
+
+Copies hold exactly what `ops.quantize` or `ops.block_scaling` would make of the new weight. Under delayed scaling the
+scale is that of the weight's slot at the time of the optimizer's step, and the slot's amax is raised to the new
+weight's, as the forward's own cast would do. They belong to a run, not to a model: state dicts, copies of a model and
+pickles are without them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.quantize import quantize
+from fusestep.ops.quantized import Quantized
+from fusestep.ops.roll_scales import SLOT
+
+#: The attribute of a parameter that holds its copies.
+ATTRIBUTE = "fp8_copies"
+
+
+@dataclass(frozen=True)
+class CopyFormat:
+    """How a weight is cast.
+
+    Attributes:
+        kind: "delayed" takes the scale of a slot, "current" that of the weight itself, "tiles" one for each 128 × 128
+            elements, "microblocks" one for each 32 (MXFP8).
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        transposed: whether the transpose is wanted too, which the product for the input's gradient reads.
+        margin, power_of_two: as of ops.quantize.
+    """
+
+    kind: Literal["delayed", "current", "tiles", "microblocks"]
+    dtype: torch.dtype
+    transposed: bool = True
+    margin: int = 0
+    power_of_two: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, transposed: bool = True) -> CopyFormat:
+        """The format of weights under a recipe.
+
+        Raises: UserError for a recipe of no known kind.
+        """
+        dtype = recipe.fp8_format.forward
+        if isinstance(recipe, DelayedScaling):
+            return cls("delayed", dtype, transposed, margin=recipe.margin)
+        if isinstance(recipe, Float8CurrentScaling):
+            return cls("current", dtype, transposed, power_of_two=recipe.use_power_2_scales)
+        if isinstance(recipe, Float8BlockScaling):
+            return cls("tiles", dtype, transposed, power_of_two=not recipe.use_f32_scales)
+        if isinstance(recipe, MXFP8BlockScaling):
+            return cls("microblocks", dtype, transposed, power_of_two=True)
+        raise UserError(f"FP8 copies: recipe is {recipe!r}; pass one of fusestep.fp8's recipes.")
+
+
+class WeightCopies:
+    """The copies of one weight, and of which state of the weight they are; see the head of this file.
+
+    Args:
+        form: how the weight is cast.
+        slots, index: under delayed scaling, the (n, 4) fp32 slots of the module (see state.py) and the weight's place.
+
+    Attributes:
+        quantized: the copies, or None until they are first written. Written in place ever after, so that tables of
+            addresses and CUDA graphs may hold them.
+        slots: those of the module; under current scaling one of its own, in which the weight's amax is gathered.
+    """
+
+    def __init__(self, form: CopyFormat, slots: Tensor | None = None, index: int = 0) -> None:
+        self.form = form
+        self.slots = slots
+        self.index = index
+        self.quantized: Quantized | None = None
+        self._state: tuple[int, int] | None = None
+
+    def is_current(self, parameter: Tensor) -> bool:
+        """Whether the copies are of the parameter as it is now."""
+        return self._state is not None and self._state == _state_of(parameter)
+
+    def mark(self, parameter: Tensor) -> None:
+        """Say that the copies were just written, of the parameter as it is now."""
+        self._state = _state_of(parameter)
+
+    def drop(self) -> None:
+        """Take the copies for stale until they are written again."""
+        self._state = None
+
+    def cast(self, weight: Tensor) -> Quantized:
+        """Cast a weight (rows, columns) as the module would, recording its amax in the slot."""
+        form = self.form
+        if form.kind in ("tiles", "microblocks"):
+            block = (128, 128) if form.kind == "tiles" else (1, 32)
+            return quantize_blocks(
+                weight, form.dtype, block, columnwise=form.transposed, power_of_two=form.power_of_two
+            )[0]
+        slots, index = self.slots, self.index
+        if form.kind == "current" or slots is None:
+            slots, index = torch.zeros(1, SLOT, dtype=torch.float32, device=weight.device), 0
+        return quantize(
+            weight,
+            slots,
+            index,
+            form.dtype,
+            columnwise=form.transposed,
+            record=True,
+            margin=form.margin,
+            power_of_two=form.power_of_two,
+        )[0]
+
+    @torch.no_grad()
+    def write(self, weight: Tensor) -> None:
+        """Make the copies those of a weight (rows, columns): what the optimizer does where no kernel has done it."""
+        made = self.cast(weight)
+        if self.quantized is None or self.quantized.shape != made.shape or self.quantized.device != made.device:
+            self.quantized = made
+        else:
+            overwrite(self.quantized, made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A deep copy or a pickle of a parameter takes its attributes along. Something that even a restricted
+        # unpickler takes, and that `copies_of` knows for nothing, stands for the copies.
+        return OrderedDict, ()
+
+
+def overwrite(quantized: Quantized, made: Quantized) -> None:
+    """Write one quantised matrix over another of its shape and forms, in place."""
+    for name in ("data", "transposed", "scale_inv", "transposed_scale_inv"):
+        to, of = getattr(quantized, name), getattr(made, name)
+        if to is not None and of is not None:
+            to.copy_(of)
+
+
+def _state_of(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
+
+
+def attach(
+    parameter: Tensor, recipe: Recipe, slots: Tensor | None = None, index: int = 0, *, transposed: bool = True
+) -> WeightCopies:
+    """Ask the optimizer for copies of a weight; asking again for the same keeps what is there.
+
+    Args:
+        parameter: (out, in).
+        recipe: how its module casts it.
+        slots, index: under delayed scaling the module's slots, (n, 4) fp32, and the weight's place in them.
+        transposed: whether the transpose is wanted too.
+    """
+    form = CopyFormat.of(recipe, transposed=transposed)
+    if form.kind != "delayed":
+        slots, index = None, 0
+    copies = copies_of(parameter)
+    is_asked = copies is not None and copies.form == form and copies.index == index
+    if copies is None or not is_asked or (form.kind == "delayed" and copies.slots is not slots):
+        copies = WeightCopies(form, slots, index)
+        setattr(parameter, ATTRIBUTE, copies)
+    return copies
+
+
+def copies_of(parameter: Tensor) -> WeightCopies | None:
+    """The copies that a module asked for, if one did."""
+    copies = getattr(parameter, ATTRIBUTE, None)
+    return copies if isinstance(copies, WeightCopies) else None
+
+
+def current_copy(parameter: Tensor) -> Quantized | None:
+    """The copies of a weight where they are of the weight as it is now, else None.
+
+    For a module in training, with gradients enabled; in evaluation it casts afresh.
+    """
+    copies = copies_of(parameter)
+    return copies.quantized if copies is not None and copies.is_current(parameter) else None
