@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -45,6 +47,7 @@ def test_fp8_needs_a_product_that_works(monkeypatch: pytest.MonkeyPatch) -> None
     # The probe itself runs here, on the CPU, whose products torch emulates.
     ones = torch.ones
     monkeypatch.setattr(hardware, "devices", lambda: (gpu(),))
+    monkeypatch.setattr(hardware, "probing", lambda index: nullcontext())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: ones(*shape, dtype=dtype))
     assert precision.fp8_support(0) == Support(True, "FP8 tensor cores (compute capability 9.0)")

@@ -1,10 +1,11 @@
 """Which implementation a call gets, and why, in words.
 
 The choice is made per call, from the device of the tensors and what this machine has shown that it can do; never at
-import, never from a device's name. Three implementations exist:
+import, never from a device's name. Four implementations exist:
 
 - `triton`: our kernels;
 - `torch`: the op's reference in plain PyTorch, which runs everywhere;
+- `native`: the device's own FP8 product, through torch;
 - `emulated`: quantised numerics reproduced without the hardware for them.
 
 A fallback is announced once per reason in the log `fusestep`, shows in `fusestep.explain` and `fusestep doctor`, and
@@ -16,7 +17,8 @@ Two environment variables are read at the first call and kept for the process:
   strict mode accepts it. Unset: our kernels wherever they run.
 - FUSESTEP_STRICT=1 refuses every fallback, on CPU tensors too. Unset or 0: fallbacks are announced.
 
-Op implementations ask `uses_triton` themselves, behind torch.library, so that torch.compile never traces the question.
+Op implementations ask `uses_triton`, or `multiplies_fp8`, themselves, behind torch.library, so that torch.compile never
+traces the question.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from typing import Literal
 
 import torch
 
-from fusestep import hardware
+from fusestep import hardware, precision
 from fusestep.errors import UserError
+from fusestep.precision import Scaling
 
-Implementation = Literal["triton", "torch", "emulated"]
+Implementation = Literal["triton", "torch", "native", "emulated"]
 
 logger = logging.getLogger("fusestep")
 
@@ -99,10 +102,30 @@ def explain_choice(op: str, device_type: str, index: int | None, unsupported: st
     return Choice("triton", support.reason)
 
 
+@functools.lru_cache(maxsize=4096)
+def explain_product(device_type: str, index: int | None, scaling: Scaling = "tensor") -> Choice:
+    """The choice for products of FP8 matrices on a device: `native` or `emulated`, without announcing or refusing it.
+
+    Args:
+        device_type, index: of the tensors, as in torch.device.
+        scaling: what shares a scale.
+    """
+    if asked_for_torch():
+        return Choice("emulated", "FUSESTEP_IMPL=torch")
+    if device_type != "cuda":
+        reason = f"FP8 products run on CUDA devices, these tensors are on {device_type}"
+        return Choice("emulated", reason, is_fallback=True)
+    if not hardware.cuda_support().ok:
+        return Choice("emulated", hardware.cuda_support().reason, is_fallback=True)
+    support = precision.fp8_support(torch.cuda.current_device() if index is None else index, scaling)
+    return Choice("native", support.reason) if support.ok else Choice("emulated", support.reason, is_fallback=True)
+
+
 # Backward runs on autograd's own threads, so the first call of an op may come from two at once.
 _lock = threading.RLock()
 _announced: set[str] = set()
 _chosen: dict[tuple[str, torch.device], bool] = {}
+_multiplies: dict[tuple[str, torch.device, Scaling], bool] = {}
 _decided: dict[str, set[Choice]] = {}
 _examining = False
 
@@ -136,12 +159,43 @@ def uses_triton(op: str, device: torch.device, unsupported: str | None = None) -
     return answer
 
 
-def announce(op: str, reason: str) -> None:
+def multiplies_fp8(op: str, device: torch.device, scaling: Scaling = "tensor") -> bool:
+    """Whether this device multiplies FP8 matrices itself; announces emulation once, or refuses it in strict mode.
+
+    Args:
+        op: the op's name, for the reader.
+        device: of the matrices.
+        scaling: what shares a scale.
+    Raises: StrictFallbackError with FUSESTEP_STRICT=1 where the product would be emulated.
+    """
+    known = _multiplies.get((op, device, scaling))
+    if known is not None:
+        return known
+    with _lock:
+        choice = explain_product(device.type, device.index, scaling)
+        answer = choice.implementation == "native"
+        if _examining:
+            return answer
+        if choice.is_fallback:
+            announce(op, choice.reason, choice.implementation)
+        _decided.setdefault(op, set()).add(choice)
+        _multiplies[op, device, scaling] = answer
+    return answer
+
+
+def announce(op: str, reason: str, implementation: Implementation = "torch") -> None:
     """Say once per reason that an op falls back, or refuse with FUSESTEP_STRICT=1.
 
+    Args:
+        implementation: what it falls back to, "torch" or "emulated".
     Raises: StrictFallbackError in strict mode.
     """
     if strict():
+        if implementation == "emulated":
+            raise StrictFallbackError(
+                f"{op} cannot multiply in FP8 natively: {reason}; unset FUSESTEP_STRICT to emulate FP8, or train "
+                "in bf16."
+            )
         raise StrictFallbackError(
             f"{op} cannot run its Triton kernel: {reason}; unset FUSESTEP_STRICT to run the PyTorch reference instead."
         )
@@ -149,7 +203,10 @@ def announce(op: str, reason: str) -> None:
         if reason in _announced:
             return
         _announced.add(reason)
-    logger.warning("%s runs as its PyTorch reference, as does every op that meets the same: %s", op, reason)
+    if implementation == "emulated":
+        logger.warning("%s emulates FP8, with the same quantised numbers and no gain in speed: %s", op, reason)
+    else:
+        logger.warning("%s runs as its PyTorch reference, as does every op that meets the same: %s", op, reason)
 
 
 def decided() -> dict[str, frozenset[Choice]]:
@@ -194,7 +251,10 @@ def reset() -> None:
     asked_for_torch.cache_clear()
     strict.cache_clear()
     explain_choice.cache_clear()
+    explain_product.cache_clear()
     _announced.clear()
     _chosen.clear()
+    _multiplies.clear()
     _decided.clear()
     hardware.reset()
+    precision.reset()

@@ -178,11 +178,13 @@ class Report:
                 f"WRONG RESULTS: {', '.join(failed)}. Do not train with them; FUSESTEP_IMPL=torch runs the reference."
             )
         kernels = sum(o.implementation == "triton" for o in self.ops)
+        products = sum(o.implementation == "native" for o in self.ops)
         fallbacks = sum(o.is_fallback for o in self.ops)
         if kernels:
             conclusion = f"Every op agrees with its reference: {kernels} run Triton kernels, {fallbacks} fall back."
         else:
             conclusion = "Every op runs, as its PyTorch reference; no Triton kernel runs here."
+        conclusion += " FP8 is multiplied natively." if products else " FP8 is emulated."
         if fallbacks and self.environment.variables.get("FUSESTEP_STRICT") == "1":
             conclusion += " FUSESTEP_STRICT=1 refuses what falls back."
         return conclusion

@@ -92,7 +92,10 @@ def _device(device: hardware.Device) -> DeviceReport:
 
 def _op(op: Op, device: torch.device) -> OpReport:
     """Prove one op on one device; whatever it raises is a finding."""
-    choice = dispatch.explain_choice(op.name, device.type, device.index)
+    if op.is_product:
+        choice = dispatch.explain_product(device.type, device.index)
+    else:
+        choice = dispatch.explain_choice(op.name, device.type, device.index)
     refused = choice.is_fallback and dispatch.strict()
     proofs: list[Proof] = []
     failure = None
@@ -140,12 +143,13 @@ def _requirements(cuda: Support, devices: tuple[DeviceReport, ...], ops: list[Op
 
 
 def _op_support(op: OpReport, without_gpu: Support | None) -> Support:
-    """Whether an op runs its kernel, and right; `without_gpu` says why there is no GPU that it could run on."""
+    """Whether an op runs as fast as it can, and right; `without_gpu` says why there is no GPU that it could run on."""
     if not op.ok:
         return Support(False, op.verdict)
-    if op.implementation != "triton":
+    if op.implementation not in ("triton", "native"):
         reason = op.reason if without_gpu is None else without_gpu.reason
-        return Support(False, f"it runs as its PyTorch reference: {reason}")
+        how = "it is emulated" if op.implementation == "emulated" else "it runs as its PyTorch reference"
+        return Support(False, f"{how}: {reason}")
     return Support(True, op.verdict)
 
 

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -281,29 +283,40 @@ def _probe_kernel(out_ptr):
     tl.store(out_ptr, tl.load(out_ptr) + 1.0)
 
 
-def _launch_failure(index: int) -> str | None:
-    """Launch the probe on a device; None when it worked, else the first line of what went wrong."""
+@contextmanager
+def probing(index: int) -> Iterator[None]:
+    """Run a probe, which reads its result, on a CUDA device.
+
+    Raises: UserError while a CUDA graph is captured, which reading would spoil.
+    """
     if torch.cuda.is_current_stream_capturing():
-        # The probe reads its result, which would spoil the capture.
         raise UserError(
             f"a CUDA graph is being captured before any op of fusestep has run on cuda:{index}; "
             "run one step before the capture."
         )
-    forbids_waiting = 0
+    # Reading waits for the device, which a user may have told torch to forbid.
+    forbids_waiting = torch.cuda.get_sync_debug_mode()
+    if forbids_waiting:
+        torch.cuda.set_sync_debug_mode(0)
     try:
-        # Reading the result waits for the device, which a user may have told torch to forbid.
-        forbids_waiting = torch.cuda.get_sync_debug_mode()
-        if forbids_waiting:
-            torch.cuda.set_sync_debug_mode(0)
         with torch.cuda.device(index):
-            value = torch.ones(1, device=f"cuda:{index}", dtype=torch.float32)
-            _probe_kernel[(1,)](value, enable_fp_fusion=True)  # as every launch of ours
-            right = value.item() == 2.0
-    except Exception as error:  # whatever Triton, its compiler or the driver raise is the answer here
-        return f"{type(error).__name__}: {first_line(error)}"
+            yield
     finally:
         if forbids_waiting:
             torch.cuda.set_sync_debug_mode(forbids_waiting)
+
+
+def _launch_failure(index: int) -> str | None:
+    """Launch the probe on a device; None when it worked, else the first line of what went wrong."""
+    try:
+        with probing(index):
+            value = torch.ones(1, device=f"cuda:{index}", dtype=torch.float32)
+            _probe_kernel[(1,)](value, enable_fp_fusion=True)  # as every launch of ours
+            right = value.item() == 2.0
+    except UserError:
+        raise
+    except Exception as error:  # whatever Triton, its compiler or the driver raise is the answer here
+        return f"{type(error).__name__}: {first_line(error)}"
     return None if right else "the probe kernel ran and wrote a wrong value"
 
 

@@ -38,7 +38,8 @@ class Compilation:
 
     `signature` gives the type of every run-time argument ('*fp32', 'i64', …) and 'constexpr' for the others, whose
     values are in `constexprs`; `divisible_by_16` names the run-time arguments whose 16-byte alignment (or
-    divisibility) the launch guarantees.
+    divisibility) the launch guarantees. `minimum_capability` is the least of compute capability, as 89, on which
+    dispatch launches it.
 
     Raises: ValueError where these do not fit the kernel's parameters.
     """
@@ -50,6 +51,7 @@ class Compilation:
     num_warps: int
     num_stages: int = 3
     divisible_by_16: frozenset[str] = field(default_factory=frozenset)
+    minimum_capability: int = 80
 
     def __post_init__(self) -> None:
         # Triton keeps the Python function in `fn`; without Triton the kernel is that function.
@@ -74,12 +76,14 @@ class Op:
         summary: what it computes, in a few words.
         prove: runs the op on a device, forward and backward, and compares it with its reference.
         compilations: every launch configuration of every kernel of the op.
+        is_product: whether it is a product of FP8 matrices, which runs as `native` or `emulated`, not in a kernel.
     """
 
     name: str
     summary: str
     prove: Callable[[torch.device], list[Proof]]
     compilations: Callable[[], Iterable[Compilation]]
+    is_product: bool = False
 
 
 CATALOGUE: dict[str, Op] = {}

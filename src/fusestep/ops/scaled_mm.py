@@ -1,0 +1,304 @@
+"""The product of two FP8 matrices that carry scales:
+
+    out[m, n] = (Σ_k a[m, k] · b[n, k]) · a_scale_inv · b_scale_inv + bias[n]
+
+Both operands are row-major with the summed dimension last, and padded with zeros to multiples of PAD both ways, as FP8
+hardware wants them; `rows` and `columns` say how much of the product is meant.
+
+Where the device multiplies FP8 itself the product is cuBLASLt's, through torch. Elsewhere it is emulated: the same
+bytes, multiplied in a wider format that holds them exactly, summed in fp32, scaled and rounded once.
+
+How exact: a product is within 2⁻²⁰·√K of the float64 product of the same operands, relative to its norm, before the
+rounding to `out_dtype`. Fast accumulation keeps about 14 bits of each partial sum on Hopper's tensor cores: within 2⁻¹⁰
+then. (Deep sums of values of one sign lose more than random ones.)
+
+Source of the layout rules: cuBLAS documentation, "8-bit Floating Point Data Types (FP8) Usage".
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from fusestep import dispatch, hardware, precision
+from fusestep.errors import UserError
+from fusestep.ops.dtypes import dtype_name
+from fusestep.ops.quantized import PAD, padded
+from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUTPUTS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+def scaled_mm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    *,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+    a_block: tuple[int, int] | None = None,
+    b_block: tuple[int, int] | None = None,
+) -> Tensor:
+    """The product a · bᵀ of FP8 matrices, scaled, with the bias added. It has no gradient of its own.
+
+    Args:
+        a: (M, K) FP8, b: (N, K) FP8, contiguous, sizes multiples of 16; not both in E5M2.
+        a_scale_inv, b_scale_inv: what values are multiplied by when they are read, fp32 of one element each.
+        rows, columns: how much of the product is meant: M and N before they were padded.
+        out_dtype: fp32, bf16 or fp16.
+        bias: (columns,), or None. It is rounded to `out_dtype` first, and added before the product is rounded.
+        fast_accumulation: sum at the tensor cores' own precision, which is faster on Hopper.
+        a_block, b_block: None: one scale for all of the matrix.
+
+    Returns: (rows, columns), contiguous where `columns` is a multiple of 16; else rows lie the padded size apart, on
+        every device.
+    Raises: UserError, before anything is launched, for what the hardware cannot multiply, on every device.
+    """
+    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._len_torch_dispatch_stack():
+        out: Tensor = scaled_mm_op(
+            a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
+        )
+        return out
+    return run_scaled_mm(
+        a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
+    )
+
+
+def run_scaled_mm(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accumulation: bool,
+    a_block: list[int] | tuple[int, int] | None = None,
+    b_block: list[int] | tuple[int, int] | None = None,
+) -> Tensor:
+    """What the op does: check, then the device's own product or the emulated one."""
+    if a_block is not None or b_block is not None:
+        # Block-scaled products branch off here.
+        raise NotImplementedError("scaled_mm: block scales")
+    check(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias)
+    device = a.device
+    if dispatch.multiplies_fp8("scaled_mm", device) and a.numel() and b.numel():
+        return _native(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation)
+    return scaled_mm_reference(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias)
+
+
+def scaled_mm_reference(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The emulated product, on any device."""
+    out = exact_product(a, b).mul_(a_scale_inv * b_scale_inv)
+    if bias is not None:
+        out[:, :columns] += bias.detach().to(out_dtype)
+    return sliced(out.to(out_dtype), rows, columns)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a · bᵀ of FP8 matrices in fp32; only the order of its sums leaves the result open.
+
+    bf16 holds every value of E4M3 and E5M2, and a product of two of them takes eight bits of mantissa.
+    """
+    with torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda and hardware.devices()[a.device.index].capability >= precision.BF16_CAPABILITY:
+            return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+        return torch.mm(a.float(), b.float().t())
+
+
+def _native(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accumulation: bool,
+) -> Tensor:
+    """cuBLASLt's product, which adds a bias before it rounds to bf16 or fp16; to fp32 it is added after."""
+    if bias is not None:
+        bias = bias.detach()
+        if out_dtype is torch.float32:
+            out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, None, None, out_dtype, fast_accumulation)
+            out = sliced(out, rows, columns)
+            return out.add_(bias)
+        if columns != b.shape[0]:
+            bias = torch.nn.functional.pad(bias, (0, b.shape[0] - columns))
+        if bias.dtype is not out_dtype or not bias.is_contiguous():
+            bias = bias.to(out_dtype).contiguous()
+    # By position: keywords cost the host another microsecond.
+    out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, bias, None, out_dtype, fast_accumulation)
+    return sliced(out, rows, columns)
+
+
+def sliced(out: Tensor, rows: int, columns: int) -> Tensor:
+    """The part of a padded product that is meant, without a copy."""
+    padded_rows, padded_columns = out.shape
+    if columns != padded_columns:
+        return out[:rows, :columns]
+    return out if rows == padded_rows else out[:rows]
+
+
+def check(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> None:
+    """Refuse what FP8 hardware cannot multiply, on every device alike.
+
+    torch's product on a CPU takes any sizes, layouts and biases, so that a mistake would first show on a GPU.
+
+    Raises: UserError.
+    """
+    device = a.device
+    if (
+        a.dim() == 2 == b.dim()
+        and a.dtype in FP8
+        and b.dtype in FP8
+        and (a.dtype is not torch.float8_e5m2 or b.dtype is not torch.float8_e5m2)
+        and a.shape == (padded(rows), b.shape[1])
+        and b.shape[0] == padded(columns)
+        and not b.shape[1] % PAD
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and a_scale_inv.dtype is torch.float32 is b_scale_inv.dtype
+        and a_scale_inv.numel() == 1 == b_scale_inv.numel()
+        and out_dtype in OUTPUTS
+        and b.device == device == a_scale_inv.device == b_scale_inv.device
+        and (bias is None or (bias.shape == (columns,) and bias.is_floating_point() and bias.device == device))
+    ):
+        return
+    dispatch.one_device("scaled_mm", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
+    for name, matrix, meant, size in (("a", a, "rows", rows), ("b", b, "columns", columns)):
+        if matrix.dim() != 2 or matrix.dtype not in FP8:
+            raise UserError(
+                f"scaled_mm: {name} is {dtype_name(matrix.dtype)} of shape {tuple(matrix.shape)}; pass a matrix in "
+                "float8_e4m3fn or float8_e5m2, as quantize makes it."
+            )
+        if matrix.shape[0] % PAD or matrix.shape[1] % PAD:
+            raise UserError(
+                f"scaled_mm: {name} is {tuple(matrix.shape)}; pad both sizes with zeros to multiples of {PAD}, as "
+                "quantize does."
+            )
+        if matrix.shape[0] != padded(size):
+            raise UserError(
+                f"scaled_mm: {meant} is {size} and {name} is {tuple(matrix.shape)}; its first size is {meant} padded "
+                f"to a multiple of {PAD}."
+            )
+        if not matrix.is_contiguous():
+            raise UserError(
+                f"scaled_mm: {name} has strides {matrix.stride()}; pass it row-major with the summed dimension last, "
+                "such as the transposed bytes that quantize makes with columnwise=True."
+            )
+    if a.shape[1] != b.shape[1]:
+        raise UserError(
+            f"scaled_mm: a is {tuple(a.shape)} and b is {tuple(b.shape)}; their second sizes are summed over and must "
+            "agree."
+        )
+    if a.dtype is b.dtype is torch.float8_e5m2:
+        raise UserError(
+            "scaled_mm: a and b are both float8_e5m2, which no hardware multiplies; quantise one of them to "
+            "float8_e4m3fn."
+        )
+    for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
+        if scale.dtype is not torch.float32 or scale.numel() != 1:
+            raise UserError(
+                f"scaled_mm: {name} is {dtype_name(scale.dtype)} of shape {tuple(scale.shape)}; pass one float32 value."
+            )
+    if out_dtype not in OUTPUTS:
+        raise UserError(f"scaled_mm: out_dtype is {dtype_name(out_dtype)}; choose float32, bfloat16 or float16.")
+    if bias is not None:
+        raise UserError(
+            f"scaled_mm: bias is {dtype_name(bias.dtype)} of shape {tuple(bias.shape)}; pass a floating-point "
+            f"({columns},), one value a column."
+        )
+
+
+def _fake(
+    a: Tensor,
+    a_scale_inv: Tensor,  # noqa: ARG001
+    b: Tensor,
+    b_scale_inv: Tensor,  # noqa: ARG001
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,  # noqa: ARG001
+    fast_accumulation: bool,  # noqa: ARG001
+    a_block: list[int] | None,  # noqa: ARG001
+    b_block: list[int] | None,  # noqa: ARG001
+) -> Tensor:
+    return sliced(a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype), rows, columns)
+
+
+scaled_mm_op = define(
+    "scaled_mm(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, int rows, int columns, "
+    "ScalarType out_dtype, Tensor? bias, bool fast_accumulation, int[]? a_block, int[]? b_block) -> Tensor",
+    run_scaled_mm,
+    _fake,
+)
+
+
+# Rows, columns, inner: a usual shape, and one that needs padding in every direction.
+_SHAPES = ((64, 48, 256), (7, 29, 131))
+
+
+def prove(device: torch.device) -> list[Proof]:
+    """Products of fresh random bytes, each pair of formats, against float64."""
+    proofs = []
+    for (rows, columns, inner), out_dtype in itertools.product(_SHAPES, (torch.float32, torch.bfloat16)):
+        for a_dtype, b_dtype in itertools.product(FP8, FP8):
+            if a_dtype is b_dtype is torch.float8_e5m2:
+                continue
+            a, b = (random_operand(size, inner, dtype, device) for size, dtype in ((rows, a_dtype), (columns, b_dtype)))
+            a_inv, b_inv = (torch.rand((), device=device).add_(0.5) for _ in range(2))
+            bias = torch.randn(columns, device=device).mul_(4).to(out_dtype)
+            true = (a.double() * a_inv @ (b.double() * b_inv).t())[:rows, :columns] + bias
+            formats = f"{dtype_name(a_dtype)} × {dtype_name(b_dtype)} to {dtype_name(out_dtype)}"
+            what = f"{formats}, {rows} × {columns} × {inner}"
+            # Rounding to bf16 once leaves about 2e-3.
+            for fast, tolerance in ((False, 1e-5), (True, 2e-3)):
+                out = scaled_mm(
+                    *(a, a_inv, b, b_inv),
+                    rows=rows,
+                    columns=columns,
+                    out_dtype=out_dtype,
+                    bias=bias,
+                    fast_accumulation=fast,
+                )
+                tolerance = tolerance if out_dtype is torch.float32 else 6e-3
+                proofs.append(Proof(f"{what}{', fast' * fast}", relative_error(out, true), tolerance))
+    return proofs
+
+
+def random_operand(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal random values in FP8, padded with zeros."""
+    values = torch.zeros(padded(rows), padded(columns), device=device)
+    values[:rows, :columns] = torch.randn(rows, columns, device=device)
+    return values.to(dtype)
+
+
+catalogue(Op("scaled_mm", "product of FP8 matrices", prove, lambda: (), is_product=True))
