@@ -29,7 +29,7 @@ from fusestep.ops.launch import PreparedLaunch
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr):
+def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr):
     """x, or x + residual rounded to the dtype of the stored sum, in fp32."""
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -50,6 +50,51 @@ def _zero_padding(x, in_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if WIDTH < BLOCK:
         x = tl.where(in_width, x, 0.0)
     return x
+
+
+@triton.jit
+def normalised_tile(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    statistics_ptr,
+    row,
+    rows,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATISTICS: tl.constexpr,
+):
+    """Whole rows in registers, `row` of shape (n, 1): x − mean, and rstd.
+
+    Also stores the sum and the statistics, unless statistics_ptr is None.
+    """
+    column = tl.arange(0, BLOCK)[None, :]
+    in_width = column < WIDTH
+    in_rows = row < rows
+    mask = in_rows & in_width
+    x = load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
+    if residual_ptr is not None and statistics_ptr is not None:
+        tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
+    if STATISTICS == 2:
+        mean = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
+        x = _zero_padding(x - mean, in_width, WIDTH, BLOCK)
+    if STATISTICS == 3:
+        first = load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr)
+        x = _zero_padding(x - first, in_width, WIDTH, BLOCK)
+        shift = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
+        mean = first + shift
+        if statistics_ptr is not None:
+            tl.store(statistics_ptr + row * STATISTICS + 2, shift - (mean - first), mask=in_rows)
+        x = _zero_padding(x - shift, in_width, WIDTH, BLOCK)
+    if STATISTICS > 1 and statistics_ptr is not None:
+        tl.store(statistics_ptr + row * STATISTICS + 1, mean, mask=in_rows)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
+    if statistics_ptr is not None:
+        tl.store(statistics_ptr + row * STATISTICS, rstd, mask=in_rows)
+    return x, rstd
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -82,28 +127,63 @@ def _norm_forward_kernel(
     tiles = (rows - 1) // ROWS + 1
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
-        in_rows = row < rows
-        mask = in_rows & in_width
-        x = _load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
-        if residual_ptr is not None:
-            tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
-        if STATISTICS == 2:
-            mean = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
-            x = _zero_padding(x - mean, in_width, WIDTH, BLOCK)
-        if STATISTICS == 3:
-            first = _load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr)
-            x = _zero_padding(x - first, in_width, WIDTH, BLOCK)
-            shift = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
-            mean = first + shift
-            tl.store(statistics_ptr + row * STATISTICS + 2, shift - (mean - first), mask=in_rows)
-            x = _zero_padding(x - shift, in_width, WIDTH, BLOCK)
-        if STATISTICS > 1:
-            tl.store(statistics_ptr + row * STATISTICS + 1, mean, mask=in_rows)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / WIDTH + eps)
-        tl.store(statistics_ptr + row * STATISTICS, rstd, mask=in_rows)
+        mask = (row < rows) & in_width
+        x, rstd = normalised_tile(
+            x_ptr,
+            residual_ptr,
+            sum_ptr,
+            statistics_ptr,
+            row,
+            rows,
+            x_stride,
+            residual_stride,
+            eps,
+            WIDTH,
+            BLOCK,
+            STATISTICS,
+        )
         weight = load_columns(weight_ptr, column, in_width, 1.0) if RELOAD else kept_weight
         bias = load_columns(bias_ptr, column, in_width, 0.0) if RELOAD else kept_bias
         tl.store(y_ptr + row * WIDTH + column, x * rstd * weight + bias, mask=mask)
+
+
+@triton.jit
+def row_statistics(
+    x_ptr, residual_ptr, sum_ptr, is_row, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+):
+    """Mean, what its rounding lost, and rstd of one row, found in blocks of columns; pointers are to the row."""
+    columns = tl.arange(0, BLOCK)
+    mean = 0.0
+    mean_low = 0.0
+    if CENTRED:
+        first = load_sum(x_ptr, residual_ptr, 0, 0, is_row, sum_ptr)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            column = start + columns
+            inside = column < WIDTH
+            x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
+            total += tl.where(inside, x - first, 0.0)
+        shift = tl.div_rn(tl.sum(total, axis=0), WIDTH)
+        mean = first + shift
+        mean_low = shift - (mean - first)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + columns
+        inside = column < WIDTH
+        x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
+        x = tl.where(inside, (x - mean) - mean_low, 0.0)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
+    return mean, mean_low, rstd
+
+
+@triton.jit
+def store_statistics(statistics_ptr, mean, mean_low, rstd, STATISTICS: tl.constexpr):
+    tl.store(statistics_ptr, rstd)
+    if STATISTICS > 1:
+        tl.store(statistics_ptr + 1, mean)
+    if STATISTICS == 3:
+        tl.store(statistics_ptr + 2, mean_low)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,35 +211,12 @@ def _norm_forward_wide_kernel(
         sum_ptr += row * WIDTH
     y_ptr += row * WIDTH
     columns = tl.arange(0, BLOCK)
-    mean = 0.0
-    mean_low = 0.0
-    if STATISTICS > 1:
-        first = _load_sum(x_ptr, residual_ptr, 0, 0, row < rows, sum_ptr)
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            column = start + columns
-            inside = column < WIDTH
-            x = _load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
-            total += tl.where(inside, x - first, 0.0)
-        shift = tl.div_rn(tl.sum(total, axis=0), WIDTH)
-        mean = first + shift
-        mean_low = shift - (mean - first)
-        tl.store(statistics_ptr + row * STATISTICS + 1, mean)
-        if STATISTICS == 3:
-            tl.store(statistics_ptr + row * STATISTICS + 2, mean_low)
-    squares = tl.zeros([BLOCK], tl.float32)
+    mean, mean_low, rstd = row_statistics(x_ptr, residual_ptr, sum_ptr, row < rows, eps, WIDTH, BLOCK, STATISTICS > 1)
+    store_statistics(statistics_ptr + row * STATISTICS, mean, mean_low, rstd, STATISTICS)
     for start in range(0, WIDTH, BLOCK):
         column = start + columns
         inside = column < WIDTH
-        x = _load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
-        x = tl.where(inside, (x - mean) - mean_low, 0.0)
-        squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
-    tl.store(statistics_ptr + row * STATISTICS, rstd)
-    for start in range(0, WIDTH, BLOCK):
-        column = start + columns
-        inside = column < WIDTH
-        x = _load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
+        x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
         if residual_ptr is not None:
             tl.store(sum_ptr + column, x, mask=inside)
         weight = load_columns(weight_ptr, column, inside, 1.0)
