@@ -7,16 +7,27 @@ For each slot, with `length` entries of history in a ring:
     else                history[rolls mod length] ← amax, rolls ← rolls + 1, amax ← 0,
                         scale ← min(largest / max(history) / 2^margin, 2^126)      (or the newest instead of the max)
 
-The bound keeps 1 / scale a normal number. One launch serves all modules of a model, over a table of addresses.
+The bound keeps 1 / scale a normal number. One launch serves all modules of a model, over a table of addresses, a program
+for each slot.
 Source of the rule: Transformer Engine's delayed scaling; what it does with zero and non-finite amaxes is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from fusestep import dispatch
+from fusestep.errors import UserError
+from fusestep.language import tl, triton
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, relative_error
+from fusestep.ops.tensor_table import upload
+
+#: (slots, history, rolls) of a module: (n, 4) fp32, (n, length) fp32, (n,) int64, contiguous.
+State = tuple[Tensor, Tensor, Tensor]
 
 #: Columns of a slot, fp32: the scale (0: none yet), the amax since the last roll, the largest value of the slot's
 #: format, and how many rolls were refused.
@@ -52,7 +63,160 @@ def roll_scales_reference(slots: Tensor, history: Tensor, rolls: Tensor, *, marg
     rolls += is_new
 
 
-def roll_scales(states: Sequence[tuple[Tensor, Tensor, Tensor]], *, margin: int, most_recent: bool) -> None:
-    """Roll the (slots, history, rolls) of many modules of one device, in place."""
-    for slots, history, rolls in states:
+@triton.jit
+def _roll_scales_kernel(
+    table,  # (slots, 4) int64: addresses of the slot, of its history and of its rolls; the history's length
+    divisor,  # fp32, 2^margin
+    BLOCK: tl.constexpr,  # entries of the history that are read at once
+    MOST_RECENT: tl.constexpr,
+):
+    row = table + tl.program_id(0) * 4
+    slot = tl.load(row).to(tl.pointer_type(tl.float32))
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    rolls_address = tl.load(row + 2).to(tl.pointer_type(tl.int64))
+    length = tl.load(row + 3)
+
+    amax = tl.load(slot + 1)
+    is_finite = amax < float("inf")  # false of NaN
+    is_new = is_finite & (amax > 0.0)
+    rolls = tl.load(rolls_address)
+    place = rolls % length
+    chosen = amax
+    if not MOST_RECENT:
+        for start in range(0, length, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            entries = tl.load(history + at, mask=(at < length) & (at != place), other=0.0)
+            chosen = tl.maximum(chosen, tl.max(entries, axis=0))
+    scale = tl.div_rn(tl.div_rn(tl.load(slot + 2), chosen), divisor)
+    tl.store(history + place, amax, mask=is_new)
+    tl.store(rolls_address, rolls + 1, mask=is_new)
+    tl.store(slot, tl.minimum(scale, 8.507059173023462e37), mask=is_new)  # 2^126
+    tl.store(slot + 1, 0.0)
+    tl.store(slot + 3, tl.load(slot + 3) + tl.where(is_finite, 0.0, 1.0))
+
+
+#: A program reads a history of up to this many entries at once. One warp serves short ones, four the others.
+LARGEST_BLOCK = 1024
+ONE_WARP = 128
+
+
+class RollTable:
+    """The addresses of many modules' scaling state on one device, in its memory, so that one launch rolls them all.
+
+    A row for each slot, int64: the addresses of the slot, of its history and of its rolls, and the history's length.
+    The table holds no tensor alive; it is valid while the tensors that it was made from are.
+
+    Raises: UserError while a CUDA graph is captured, which an upload would spoil.
+    """
+
+    def __init__(self, states: Sequence[State]) -> None:
+        device = states[0][0].device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "a CUDA graph is being captured of a step whose FP8 modules are not those of the step before it; run "
+                "one whole step before the capture."
+            )
+        rows = []
+        longest = 1
+        for slots, history, rolls in states:
+            length = history.shape[1]
+            longest = max(longest, length)
+            for index in range(slots.shape[0]):
+                addresses = (t.data_ptr() + index * t.stride(0) * t.element_size() for t in (slots, history, rolls))
+                rows.append((*addresses, length))
+        self.device = device
+        self._slots = len(rows)
+        self._block = min(1 << (longest - 1).bit_length(), LARGEST_BLOCK)
+        self._table = upload(rows or [(0, 0, 0, 0)], torch.int64, device)
+        self._launches: dict[tuple[int, bool], PreparedLaunch] = {}
+
+    def roll(self, *, margin: int, most_recent: bool) -> None:
+        """Roll all of them, in one launch."""
+        launch = self._launches.get((margin, most_recent))
+        if launch is None:
+            block = 1 if most_recent else self._block
+            launch = PreparedLaunch(
+                _roll_scales_kernel,
+                (self._slots,),
+                self.device,
+                (2.0**margin,),
+                BLOCK=block,
+                MOST_RECENT=most_recent,
+                num_warps=1 if block <= ONE_WARP else 4,
+            )
+            self._launches[margin, most_recent] = launch
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+        launch(self._table)
+
+
+#: Tables that a captured graph reads at every replay, kept for good.
+_captured: set[RollTable] = set()
+
+
+def roll_scales(states: Sequence[State], *, margin: int, most_recent: bool) -> None:
+    """Roll the state of many modules of one device, in place.
+
+    Who rolls the same modules again and again keeps a RollTable, so that nothing is uploaded.
+
+    Args:
+        states: (slots, history, rolls) of each, contiguous; histories may differ in length.
+        margin: scales are smaller by 2^margin.
+        most_recent: scales follow the newest amax instead of the largest in the history.
+    """
+    if not states:
+        return
+    if dispatch.uses_triton("roll_scales", states[0][0].device):
+        RollTable(states).roll(margin=margin, most_recent=most_recent)
+        return
+    by_length: dict[int, list[State]] = {}
+    for state in states:
+        by_length.setdefault(state[1].shape[1], []).append(state)
+    for members in by_length.values():
+        # All of a length at once: a dozen small operations for each module would take longer than copying.
+        parts = list(zip(*members, strict=True))
+        slots, history, rolls = (torch.cat(part) for part in parts)
         roll_scales_reference(slots, history, rolls, margin=margin, most_recent=most_recent)
+        sizes = [part.shape[0] for part in parts[0]]
+        for part, rolled in zip(parts, (slots, history, rolls), strict=True):
+            torch._foreach_copy_(list(part), list(rolled.split(sizes)))
+
+
+def _prove(device: torch.device) -> list[Proof]:
+    """A few rolls of modules whose histories differ in length, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    states = []
+    for slots, length in ((3, 1), (2, 5), (6, 16), (3, 1500)):
+        slot = torch.zeros(slots, SLOT)
+        slot[:, LARGEST] = torch.tensor(448.0)
+        states.append((slot, torch.zeros(slots, length), torch.zeros(slots, dtype=torch.int64)))
+    ours = [tuple(tensor.to(device) for tensor in state) for state in states]
+    error = 0.0
+    for step in range(7):
+        for (slots, *_), (our_slots, *_) in zip(states, ours, strict=True):
+            amax = torch.rand(slots.shape[0], generator=generator) * 10.0 ** (step - 3)
+            amax[0] = (0.0, float("inf"), float("nan"), 1e-45)[step % 4]
+            slots[:, AMAX] = amax
+            our_slots[:, AMAX] = amax.to(device)
+        for state in states:
+            roll_scales_reference(*state, margin=step % 2, most_recent=step == 3)
+        roll_scales([(a, b, c) for a, b, c in ours], margin=step % 2, most_recent=step == 3)
+        for state, our in zip(states, ours, strict=True):
+            error = max(error, *(relative_error(b.cpu(), a) for a, b in zip(state, our, strict=True)))
+    return [Proof("scales, histories and counts after seven rolls", error, 0.0)]
+
+
+def _compilations() -> Iterable[Compilation]:
+    signature = {"table": "*i64", "divisor": "fp32", "BLOCK": "constexpr", "MOST_RECENT": "constexpr"}
+    for block, warps, most_recent in ((1, 1, True), (16, 1, False), (LARGEST_BLOCK, 4, False)):
+        yield Compilation(
+            _roll_scales_kernel,
+            "most recent" if most_recent else f"largest of {block}",
+            signature,
+            {"BLOCK": block, "MOST_RECENT": most_recent},
+            warps,
+            divisible_by_16=frozenset({"table"}),
+        )
+
+
+catalogue(Op("roll_scales", "delayed scaling: amaxes to histories and scales, in one launch", _prove, _compilations))
