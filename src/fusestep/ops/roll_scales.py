@@ -7,8 +7,8 @@ For each slot, with `length` entries of history in a ring:
     else                history[rolls mod length] ← amax, rolls ← rolls + 1, amax ← 0,
                         scale ← min(largest / max(history) / 2^margin, 2^126)      (or the newest instead of the max)
 
-The bound keeps 1 / scale a normal number. One launch serves all modules of a model, over a table of addresses, a program
-for each slot.
+The bound keeps 1 / scale a normal number. One launch serves all modules of a model, over a table of addresses, one
+program for each slot.
 Source of the rule: Transformer Engine's delayed scaling; what it does with zero and non-finite amaxes is ours.
 """
 
@@ -81,7 +81,7 @@ def _roll_scales_kernel(
     is_new = is_finite & (amax > 0.0)
     rolls = tl.load(rolls_address)
     place = rolls % length
-    chosen = amax
+    chosen = tl.where(is_new, amax, 1.0)
     if not MOST_RECENT:
         for start in range(0, length, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -186,11 +186,11 @@ def _prove(device: torch.device) -> list[Proof]:
     """A few rolls of modules whose histories differ in length, bit for bit."""
     generator = torch.Generator().manual_seed(0)
     states = []
-    for slots, length in ((3, 1), (2, 5), (6, 16), (3, 1500)):
-        slot = torch.zeros(slots, SLOT)
-        slot[:, LARGEST] = torch.tensor(448.0)
-        states.append((slot, torch.zeros(slots, length), torch.zeros(slots, dtype=torch.int64)))
-    ours = [tuple(tensor.to(device) for tensor in state) for state in states]
+    for count, length in ((3, 1), (2, 5), (6, 16), (3, 1500)):
+        slots = torch.zeros(count, SLOT)
+        slots[:, LARGEST] = 448.0
+        states.append((slots, torch.zeros(count, length), torch.zeros(count, dtype=torch.int64)))
+    ours = [(a.to(device, copy=True), b.to(device, copy=True), c.to(device, copy=True)) for a, b, c in states]
     error = 0.0
     for step in range(7):
         for (slots, *_), (our_slots, *_) in zip(states, ours, strict=True):
@@ -200,7 +200,7 @@ def _prove(device: torch.device) -> list[Proof]:
             our_slots[:, AMAX] = amax.to(device)
         for state in states:
             roll_scales_reference(*state, margin=step % 2, most_recent=step == 3)
-        roll_scales([(a, b, c) for a, b, c in ours], margin=step % 2, most_recent=step == 3)
+        roll_scales(ours, margin=step % 2, most_recent=step == 3)
         for state, our in zip(states, ours, strict=True):
             error = max(error, *(relative_error(b.cpu(), a) for a, b in zip(state, our, strict=True)))
     return [Proof("scales, histories and counts after seven rolls", error, 0.0)]
