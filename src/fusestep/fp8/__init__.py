@@ -1,7 +1,10 @@
 """FP8: formats, recipes, the region in which modules multiply in FP8, and their scaling state."""
 
+from fusestep.fp8.casting import count_saturation
 from fusestep.fp8.context import fp8_autocast
+from fusestep.fp8.export import export_state_dict
 from fusestep.fp8.formats import Format
+from fusestep.fp8.model_init import fp8_model_init
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 __all__ = [
@@ -10,5 +13,8 @@ __all__ = [
     "Float8CurrentScaling",
     "Format",
     "MXFP8BlockScaling",
+    "count_saturation",
+    "export_state_dict",
     "fp8_autocast",
+    "fp8_model_init",
 ]

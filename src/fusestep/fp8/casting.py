@@ -1,0 +1,338 @@
+"""From a recipe to casts: the one place that knows how each recipe casts an input, a weight and a gradient.
+
+A module asks for the casts of the region that it is in, and casts by slot (see state.py) without asking which recipe:
+
+    input, weight          forward operands, in the recipe's forward format
+    norm, activation       the same for a norm's or an activation's output, fused with it where the recipe allows
+    gradient               a gradient, in the backward format, with the column sums that are a bias's gradient
+    activation_gradient    the same for the gradient of an activation's input, fused with it
+
+Matrices are (rows, columns), and each cast can give the rowwise and the transposed form in one read (ops/quantized.py).
+`block` and `weight_block` are the blocks that share a scale, None where a tensor does: a product passes them on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.fp8.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from fusestep.fp8.state import Slots
+from fusestep.ops.activation import activation_backward_reference, activation_reference
+from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.norm_ops import run_forward
+from fusestep.ops.norm_quantize import norm_quantize
+from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward
+from fusestep.ops.quantized import Quantized
+from fusestep.ops.roll_scales import SLOT
+
+#: A block of weights, and of all else, under Float8BlockScaling; MXFP8's for both.
+TILE, ROW, MX_ROW = (128, 128), (1, 128), (1, 32)
+
+
+class Norm(NamedTuple):
+    """What a fused norm is given beside its input.
+
+    Attributes: weight and bias (columns,) or None; eps in units of x²; centred: LayerNorm, else RMSNorm.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+
+class Casts:
+    """What modules know of a recipe; see the head of this file."""
+
+    block: tuple[int, int] | None = None
+    weight_block: tuple[int, int] | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.forward_dtype = recipe.fp8_format.forward
+        self.backward_dtype = recipe.fp8_format.backward
+
+    def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
+        """Cast x (rows, columns) for the slot `index`."""
+        raise NotImplementedError
+
+    def weight(self, weight: Tensor, index: int, columnwise: bool) -> Quantized:
+        """Cast a weight (out, in)."""
+        return self.input(weight, index, columnwise)
+
+    def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
+        """Cast name(h); h (rows, columns), twice as many columns if the activation is gated."""
+        raise NotImplementedError
+
+    def norm(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, index: int, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[Quantized, Tensor | None, Tensor]:
+        """Cast the norm of x, or of x + residual: (cast, x + residual or None, statistics of rows).
+
+        Tensorwise recipes give data only, of which ops.quantize.transpose_bytes makes the rest when it is needed.
+        Where the recipe cannot fuse, the norm is rounded to `dtype` between.
+        """
+        raise NotImplementedError
+
+    def gradient(
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        """Cast a gradient (rows, columns); with `column_sums` also its sums over rows, (columns,) fp32, uncast."""
+        raise NotImplementedError
+
+    def activation_gradient(
+        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        """Cast the gradient of h, from that of name(h)."""
+        raise NotImplementedError
+
+
+class _TensorwiseCasts(Casts):
+    """One scale a tensor: what delayed and current scaling share, which is all but where the slots come from."""
+
+    record = False
+    margin = 0
+    power_of_two = False
+    counts: Tensor | None = None
+
+    def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
+        """The slots of a cast, and its place in them."""
+        raise NotImplementedError
+
+    def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
+        slots, place = self._slots(index, x)
+        quantized, _ = quantize(
+            x,
+            slots,
+            place,
+            self.forward_dtype,
+            columnwise=columnwise,
+            record=self.record,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            counts=self.counts,
+        )
+        return quantized
+
+    def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
+        slots, place = self._slots(index, h)
+        return quantize_activation(
+            h,
+            name,
+            slots,
+            place,
+            self.forward_dtype,
+            columnwise=columnwise,
+            record=self.record,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            counts=self.counts,
+        )
+
+    def norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        index: int,
+        columnwise: bool,  # noqa: ARG002 (made in backward, from the data)
+        dtype: torch.dtype,  # noqa: ARG002 (nothing is rounded between)
+    ) -> tuple[Quantized, Tensor | None, Tensor]:
+        slots, place = self._slots(index, x)
+        return norm_quantize(
+            x,
+            residual,
+            *norm,
+            slots,
+            place,
+            self.forward_dtype,
+            record=self.record,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            counts=self.counts,
+        )
+
+    def gradient(
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        slots, place = self._slots(index, dy)
+        return quantize(
+            dy,
+            slots,
+            place,
+            self.backward_dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            record=self.record,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            counts=self.counts,
+            column_sums=column_sums,
+        )
+
+    def activation_gradient(
+        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        slots, place = self._slots(index, da)
+        return quantize_activation_backward(
+            da,
+            h,
+            name,
+            slots,
+            place,
+            self.backward_dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            record=self.record,
+            margin=self.margin,
+            power_of_two=self.power_of_two,
+            counts=self.counts,
+            column_sums=column_sums,
+        )
+
+
+class DelayedCasts(_TensorwiseCasts):
+    """Scales from the module's slots.
+
+    Args: slots (n, 4), counts (n, 3) or None; record: raise the slots' amaxes. Without it nothing of the slots changes
+        but the amax of one that has no scale yet, so pass a copy.
+    """
+
+    def __init__(self, recipe: DelayedScaling, slots: Tensor, counts: Tensor | None, record: bool) -> None:
+        super().__init__(recipe)
+        self.margin, self.slots, self.counts, self.record = recipe.margin, slots, counts, record
+
+    def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
+        return self.slots, index
+
+
+class CurrentCasts(_TensorwiseCasts):
+    """Scales from the tensors themselves: an empty slot for each cast."""
+
+    def __init__(self, recipe: Float8CurrentScaling) -> None:
+        super().__init__(recipe)
+        self.power_of_two = recipe.use_power_2_scales
+
+    def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
+        return torch.zeros(1, SLOT, dtype=torch.float32, device=like.device), 0
+
+
+class BlockCasts(Casts):
+    """A scale for each block: 1 × 128 and 128 × 128, or 1 × 32 with power-of-two scales (MXFP8)."""
+
+    block: tuple[int, int]
+    weight_block: tuple[int, int]
+
+    def __init__(self, recipe: Float8BlockScaling | MXFP8BlockScaling) -> None:
+        super().__init__(recipe)
+        if isinstance(recipe, MXFP8BlockScaling):
+            self.block, self.weight_block, self.power_of_two = MX_ROW, MX_ROW, True
+        else:
+            self.block, self.weight_block, self.power_of_two = ROW, TILE, not recipe.use_f32_scales
+
+    def _cast(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        block: tuple[int, int],
+        rowwise: bool,
+        columnwise: bool,
+        column_sums: bool = False,
+    ) -> tuple[Quantized, Tensor | None]:
+        return quantize_blocks(
+            x,
+            dtype,
+            block,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            column_sums=column_sums,
+        )
+
+    def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
+        return self._cast(x, self.forward_dtype, self.block, True, columnwise)[0]
+
+    def weight(self, weight: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
+        return self._cast(weight, self.forward_dtype, self.weight_block, True, columnwise)[0]
+
+    def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
+        return self.input(activation_reference(h, name).to(h.dtype), index, columnwise)
+
+    def norm(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, index: int, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[Quantized, Tensor | None, Tensor]:
+        y, total, statistics = run_forward(
+            x, residual, norm.weight, norm.bias, x.shape[-1], norm.eps, norm.centred, dtype
+        )
+        return self.input(y, index, columnwise), total, statistics
+
+    def gradient(
+        self,
+        dy: Tensor,
+        index: int,  # noqa: ARG002
+        rowwise: bool,
+        columnwise: bool,
+        column_sums: bool,
+    ) -> tuple[Quantized, Tensor | None]:
+        return self._cast(dy, self.backward_dtype, self.block, rowwise, columnwise, column_sums)
+
+    def activation_gradient(
+        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+    ) -> tuple[Quantized, Tensor | None]:
+        dh = activation_backward_reference(da, h, name).to(da.dtype)
+        return self.gradient(dh, index, rowwise, columnwise, column_sums)
+
+
+def stateless_casts(recipe: Recipe) -> Casts:
+    """The casts of a recipe that keeps no state from step to step.
+
+    Raises: UserError for a recipe of no known kind.
+    """
+    if isinstance(recipe, Float8CurrentScaling):
+        return CurrentCasts(recipe)
+    if isinstance(recipe, Float8BlockScaling | MXFP8BlockScaling):
+        return BlockCasts(recipe)
+    raise UserError(
+        f"fp8_autocast: recipe is {recipe!r}; pass DelayedScaling, Float8CurrentScaling, Float8BlockScaling or "
+        "MXFP8BlockScaling."
+    )
+
+
+def recording_casts(recipe: DelayedScaling, state: Slots) -> Casts:
+    """The casts of a training step under delayed scaling: amaxes enter the module's state."""
+    return DelayedCasts(recipe, state.slots, state.counts if _counting else None, record=True)
+
+
+def passing_casts(recipe: DelayedScaling, state: Slots | None, slots: int, device: torch.device) -> Casts:
+    """The casts of evaluation under delayed scaling, by the scales of training: nothing of the state changes.
+
+    Args: state: None for a module that has not trained; then scales come from the tensors. slots: how many.
+    """
+    copy = torch.zeros(slots, SLOT, dtype=torch.float32, device=device) if state is None else state.slots.clone()
+    return DelayedCasts(recipe, copy, None, record=False)
+
+
+_counting = False
+
+
+def count_saturation(enabled: bool = True) -> None:
+    """Count, in training under delayed scaling, how many elements each cast saturates and how many it flushes to zero.
+
+    The counts stay on the device, in the modules' `fp8_state.counts`: (slots, 3) int64 of elements, saturated, flushed.
+    """
+    global _counting
+    _counting = enabled
+
+
+def is_counting() -> bool:
+    """Whether casts are counted now."""
+    return _counting

@@ -1,0 +1,344 @@
+"""What the modules that multiply in FP8 share: which region a call is in, scaling state, and copies of weights.
+
+State comes into being with the first training forward under delayed scaling, so that a model that never trained in FP8
+has none, and its state dict is that of PyTorch's modules. It moves with the module to another device but never changes
+its dtype, goes with deep copies and pickles, and starts anew where a module is initialised anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep import dispatch
+from fusestep.dispatch import Choice
+from fusestep.errors import UserError
+from fusestep.fp8 import context
+from fusestep.fp8.casting import Casts, is_counting, passing_casts, recording_casts, stateless_casts
+from fusestep.fp8.context import Region
+from fusestep.fp8.copies import WeightCopies, attach
+from fusestep.fp8.formats import Format
+from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
+from fusestep.fp8.state import KEYS, Slots
+from fusestep.fp8.tensor import Float8Tensor
+from fusestep.ops.quantized import Quantized
+from fusestep.ops.roll_scales import AMAX, LARGEST
+
+#: What activations may be.
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Standard deviation of initial weights, as Transformer Engine's.
+INITIAL_DEVIATION = 0.023
+
+#: Entries of a module's __dict__ that belong to a run, not to the module.
+_TRANSIENT: dict[str, Any] = {"_region": None, "_recipe": None, "_casts": None, "_cached": None, "_asked": None}
+
+Initialiser = Callable[[Tensor], Any]
+
+
+class FP8Module(nn.Module):
+    """A module that casts the tensors named by `SLOTS`, and that is told by the region it is called in how.
+
+    Attributes:
+        fp8_state: scaling state of delayed scaling, or None before the first training forward.
+    """
+
+    #: What the module casts; names that begin with "grad" are of gradients.
+    SLOTS: tuple[str, ...]
+
+    fp8_state: Slots | None
+
+    # The region of the last forward in training; the recipe and casts that were last worked out for it; FP8 weights of
+    # the first micro-batch, and copies that the optimizer was asked for, by slot.
+    _region: Region | None
+    _recipe: Recipe | None
+    _casts: Any
+    _cached: dict[int, tuple[Quantized, tuple[tuple[int, int], ...]]] | None
+    _asked: dict[int, tuple[Casts, WeightCopies]] | None
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self.name = name
+        self.fp8_state = None
+        self.__dict__.update(_TRANSIENT)
+
+    # Of subclasses
+
+    def _first_weight(self) -> Tensor:
+        """A weight of the module, which tells its device."""
+        raise NotImplementedError
+
+    def _described(self) -> str:
+        """The layer in an error message: its class and sizes, and its name if it has one."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    # The region of a call
+
+    def _region_of_call(self) -> Region | None:
+        """The region that this forward belongs to, None where it computes in high precision.
+
+        A forward that is computed again within backward, for activation checkpointing, may find itself outside the
+        region of the forward, or on another thread: it takes the region that the module's last forward had.
+        """
+        region = context.current()
+        if torch._C._current_graph_task_id() != -1:
+            return self._region if region is None else region
+        if self.training:
+            # Straight into the dictionary: nn.Module's own way costs the host more than the rest of this method.
+            self.__dict__["_region"] = region
+        return region
+
+    def _casts_of(self, region: Region, records: bool) -> Casts:
+        """How this call casts. `records`: a training forward, whose amaxes enter the state."""
+        recipe = region.recipe
+        if not isinstance(recipe, DelayedScaling):
+            if self._casts is None or (recipe is not self._recipe and recipe != self._recipe):
+                self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, stateless_casts(recipe)
+            stateless: Casts = self._casts
+            return stateless
+        if not records:
+            return passing_casts(recipe, self.fp8_state, len(self.SLOTS), self._first_weight().device)
+        state = self._state_for(recipe)
+        region.pending.add(state, region.group)
+        casts: Any = self._casts
+        if (
+            casts is None
+            or (recipe is not self._recipe and recipe != self._recipe)
+            or (casts.counts is None) is is_counting()
+        ):
+            casts = recording_casts(recipe, state)
+            self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, casts
+        known: Casts = casts
+        return known
+
+    def _state_for(self, recipe: DelayedScaling) -> Slots:
+        state = self.fp8_state
+        if state is None:
+            state = Slots(self.SLOTS, recipe, self._first_weight().device)
+            self.fp8_state = state
+            self._forget_casts()
+        elif state.recipe is not recipe:
+            state.follow(recipe)
+        return state
+
+    def _forget_casts(self) -> None:
+        """Let go of what was worked out from state, parameters or their places that are no more."""
+        self.__dict__["_casts"] = self.__dict__["_cached"] = self.__dict__["_asked"] = None
+
+    # Calibration
+
+    def _calibrate(self, region: Region | None, index: int, x: Tensor) -> None:
+        """Under a calibrating region, record the amax of what the slot `index` would have cast."""
+        if region is None or not isinstance(region.recipe, DelayedScaling):
+            return
+        state = self._state_for(region.recipe)
+        region.pending.add(state, region.group)
+        if x.numel():
+            amax = state.slots[index, AMAX]
+            amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
+
+    def _calibrate_gradient(self, region: Region | None, index: int, y: Tensor) -> None:
+        if region is not None and y.requires_grad:
+            y.register_hook(lambda gradient: self._calibrate(region, index, gradient))
+
+    # Weights
+
+    def _quantized_weight(
+        self, weight: Tensor, sources: tuple[Tensor, ...], index: int, casts: Casts, grad: bool, first: bool | None
+    ) -> Quantized:
+        """The FP8 weight for a product forward, with its transpose if gradients are enabled.
+
+        A weight that lives in FP8 is used as it is. Else, in this order: what was kept of the first micro-batch, if
+        this is a later one; what the optimizer wrote; or a cast, which is kept if this is the first micro-batch.
+        Evaluation casts afresh, and changes nothing.
+
+        Args:
+            weight: (out, in).
+            sources: the parameters that it is made of.
+            grad: whether gradients are enabled.
+            first: whether this is the first of several micro-batches between two steps of the optimizer; None: no
+                copies are kept.
+        """
+        if isinstance(weight, Float8Tensor):
+            return weight.quantized_both_ways() if grad else weight.quantized
+        if not self.training:
+            return casts.weight(weight, index, columnwise=grad)
+        if first is False:
+            kept = (self._cached or {}).get(index)
+            if kept is not None and kept[1] == _states_of(sources):
+                quantized: Quantized = kept[0]
+                return quantized
+        if not grad:
+            return casts.weight(weight, index, columnwise=False)
+        if len(sources) == 1:
+            copies = self._copies_of(sources[0], index, casts)
+            if copies.is_current(sources[0]) and copies.quantized is not None:
+                return copies.quantized
+        quantized = casts.weight(weight, index, columnwise=True)
+        if first is not None:
+            cached = self._cached
+            if cached is None:
+                cached = self.__dict__["_cached"] = {}
+            cached[index] = (quantized, _states_of(sources))
+        return quantized
+
+    def _copies_of(self, weight: Tensor, index: int, casts: Casts) -> WeightCopies:
+        """The copies that the optimizer is asked to write."""
+        asked = self._asked
+        if asked is None:
+            asked = self.__dict__["_asked"] = {}
+        known = asked.get(index)
+        if known is not None and known[0] is casts and getattr(weight, "fp8_copies", None) is known[1]:
+            copies: WeightCopies = known[1]
+            return copies
+        slots = None if self.fp8_state is None else self.fp8_state.slots
+        assert self._recipe is not None
+        copies = attach(weight, self._recipe, slots, index)
+        asked[index] = (casts, copies)
+        return copies
+
+    # Checks
+
+    def _check_input(self, x: Tensor, features: int, region: Region | None) -> None:
+        """Refuse, in one sentence, what cannot be multiplied."""
+        weight = self._first_weight()
+        if x.shape[-1:] != (features,):
+            last = f"last dimension {x.shape[-1]}" if x.dim() else "no dimension"
+            raise UserError(
+                f"{self._described()}: x has {last} and the layer takes {features} features; pass x of shape "
+                f"(..., {features})."
+            )
+        if region is not None and region.enabled and x.dtype not in FLOATING:
+            raise UserError(
+                f"{self._described()}: x has dtype {x.dtype}, which FP8 is not cast from; pass float32, bfloat16 or "
+                "float16, or leave the fp8_autocast region."
+            )
+        if region is not None and torch._C._are_functorch_transforms_active():
+            raise UserError(
+                f"{self._described()}: transforms of torch.func cannot look into FP8; call the module outside of "
+                "fp8_autocast there."
+            )
+        if x.device != weight.device:
+            raise UserError(
+                f"{self._described()}: x is on {x.device} and the weight on {weight.device}; move them to one device."
+            )
+
+    # What an explanation tells
+
+    def _product_choice(self) -> Choice:
+        """What products of this module run as: FP8 in the region it is in, or was last in, else PyTorch's own."""
+        region = context.current() or self._region
+        if region is None or not region.enabled:
+            return Choice("torch", "PyTorch's own product; in FP8 inside an fp8_autocast region")
+        return product_choice(region.recipe, self._first_weight().device)
+
+    # Moving, copying, saving, loading
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._forget_casts()
+        if self.fp8_state is not None:
+            device = self._first_weight().device
+            # Nothing can be brought back from "meta", so that state starts anew after it.
+            self.fp8_state = None if device.type == "meta" else self.fp8_state.to(device)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | _TRANSIENT
+
+    def _reset_fp8(self) -> None:
+        """Forget all scales, as a module does whose weights are new."""
+        self._forget_casts()
+        self.fp8_state = None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.fp8_state is not None:
+            for key, value in self.fp8_state.as_dict().items():
+                destination[prefix + key] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._forget_casts()
+        ours = [prefix + key for key in KEYS]
+        extra = prefix + "_extra_state"
+        for key in (*ours, extra):
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+        if isinstance(state_dict.get(extra), Tensor) and state_dict[extra].numel():
+            error_msgs.append(
+                f"{extra} holds FP8 state that Transformer Engine pickled, which is not read; delete the key, and "
+                "scales start from the tensors."
+            )
+        there = [key for key in ours if key in state_dict]
+        if len(there) == len(ours):
+            try:
+                self._load_fp8({key: state_dict[prefix + key] for key in KEYS})
+            except UserError as error:
+                error_msgs.append(f"{self._described()}: {error}")
+        elif there:
+            missing_keys.extend(key for key in ours if key not in there)
+        elif any(key.startswith(prefix) for key in state_dict):
+            # Another model's weights: scales of the old ones would not fit them.
+            self.fp8_state = None
+
+    def _load_fp8(self, saved: Mapping[str, Tensor]) -> None:
+        state = self.fp8_state
+        if state is None:
+            # The recipe comes with the first region; until then the state is kept as it was saved.
+            is_hybrid = bool((saved[KEYS[0]][:, LARGEST] != Format.E4M3.max_fwd).any())
+            recipe = DelayedScaling(
+                fp8_format=Format.HYBRID if is_hybrid else Format.E4M3, amax_history_len=saved[KEYS[1]].shape[1]
+            )
+            state = Slots(self.SLOTS, recipe, self._first_weight().device)
+        state.load(saved)
+        self.fp8_state = state
+
+
+def _states_of(parameters: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+    """What tells whether parameters were written or exchanged since."""
+    return tuple((parameter._version, parameter.data_ptr()) for parameter in parameters)
+
+
+def product_choice(recipe: Recipe, device: torch.device) -> Choice:
+    """What FP8 products of a recipe run as on a device, and why."""
+    if isinstance(recipe, MXFP8BlockScaling):
+        return dispatch.explain_product(device.type, device.index, "mx")
+    if isinstance(recipe, Float8BlockScaling):
+        return dispatch.explain_product(device.type, device.index, "block")
+    return dispatch.explain_product(device.type, device.index)
+
+
+def activation_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a product's output: torch.autocast's where it is enabled, else x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Function.apply less its part in Python, two fifths of its cost; that serves torch.func, which is ruled out."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def initialise(weight: Tensor, method: Initialiser | None) -> None:
+    """Fill a weight: by `method`, or from N(0, 0.023)."""
+    if method is None:
+        nn.init.normal_(weight, std=INITIAL_DEVIATION)
+    else:
+        with torch.no_grad():
+            method(weight)

@@ -1,0 +1,315 @@
+"""Linear: torch.nn.Linear that multiplies in FP8 inside an fp8_autocast region.
+
+    y = x · Wᵀ + b        x (…, in_features), W (out_features, in_features), b (out_features,)
+
+In FP8 each operand of each of the three products is cast: x and W forward, the gradient of y backward. Backward keeps
+what it needs of x and W in FP8 alone:
+
+    dx = q(dy) · q(W)        dW = q(dy)ᵀ · q(x)        db = Σ dy, before the cast
+
+A gradient that nobody needs is not computed, nor is the operand cast for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.dispatch import Choice
+from fusestep.errors import UserError
+from fusestep.fp8.casting import Casts
+from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
+from fusestep.ops.quantized import Quantized
+from fusestep.ops.scaled_mm import scaled_mm
+
+#: Slots of a linear layer.
+INPUT, WEIGHT, GRADIENT = range(3)
+
+
+class Linear(FP8Module):
+    """torch.nn.Linear, in FP8 where the region says so; outside of one it is torch's own product.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of torch.nn.Linear. On device="meta" nothing is initialised:
+            `to_empty` and `reset_parameters` do it later.
+        init_method: fills the weight in place; None: N(0, 0.023). Biases are 0.
+        return_bias: do not add the bias but return it too, as (y, bias).
+        parameters_split: the weight and bias as several parameters, `{name}_weight` and `{name}_bias` of so many rows
+            each, in this order; a sequence of names splits evenly. Still one product.
+        name: of the layer, for error messages.
+
+    Outputs have the dtype of torch.autocast where it is enabled, else x's. Parameters may have another dtype.
+    """
+
+    SLOTS = ("input", "weight", "grad_output")
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init_method: Initialiser | None = None,
+        return_bias: bool = False,
+        parameters_split: Mapping[str, int] | Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
+        self.init_method, self.return_bias = init_method, return_bias
+        for what, size in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"{type(self).__name__}: {what} is {size!r}; pass an integer of at least 1.")
+        self.parts = split_sizes(type(self).__name__, out_features, parameters_split)
+        for part, rows in self.parts.items():
+            weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+            self.register_parameter(part + "weight", weight)
+        for part, rows in self.parts.items():
+            values = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(part + "bias", values)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, and forget all scales."""
+        for part in self.parts:
+            initialise(getattr(self, part + "weight"), self.init_method)
+            if self.has_bias:
+                nn.init.zeros_(getattr(self, part + "bias"))
+        self._reset_fp8()
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Multiply.
+
+        Args:
+            x: (…, in_features); any strides, zero rows too.
+            is_first_microbatch: with several micro-batches between two steps of the optimizer, True in the first,
+                which keeps the weight in FP8, and False in the others, which use it.
+        Returns: (…, out_features), or with return_bias (y, bias).
+        Raises: UserError for features, dtypes or devices that do not fit.
+        """
+        region = self._region_of_call()
+        self._check_input(x, self.in_features, region)
+        weight, sources, bias = self._weight_and_bias()
+        added = None if self.return_bias else bias
+        if region is None or not region.enabled:
+            y = self._in_high_precision(x, weight, added, region)
+        elif not x.numel():
+            y = plain_linear(self, x, weight.to(x.dtype), None if added is None else added.to(x.dtype))
+        else:
+            grad = torch.is_grad_enabled()
+            casts = self._casts_of(region, records=grad and self.training)
+            y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
+        return (y, bias) if self.return_bias else y
+
+    def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None, region: Any) -> Tensor:
+        self._calibrate(region, INPUT, x)
+        self._calibrate(region, WEIGHT, weight)
+        y = plain_linear(self, x, weight, bias)
+        self._calibrate_gradient(region, GRADIENT, y)
+        return y
+
+    def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """The weight, the parameters it is made of, and the bias."""
+        parameters: dict[str, Any] = self._parameters
+        if len(self.parts) == 1:
+            (part,) = self.parts
+            weight = parameters[part + "weight"]
+            return weight, (weight,), parameters[part + "bias"]
+        sources = tuple(parameters[part + "weight"] for part in self.parts)
+        bias = torch.cat([parameters[part + "bias"] for part in self.parts]) if self.has_bias else None
+        return torch.cat(sources), sources, bias
+
+    def _first_weight(self) -> Tensor:
+        parameters: dict[str, Any] = self._parameters
+        weight: Tensor = parameters[next(iter(self.parts)) + "weight"]
+        return weight
+
+    def implementation(self) -> Choice:
+        """What products run as on the device of the parameters, and why."""
+        return self._product_choice()
+
+    def extra_repr(self) -> str:
+        named = "" if self.name is None else f", name={self.name!r}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}{named}"
+
+
+class _Linear(torch.autograd.Function):
+    """y = x · weightᵀ + bias in FP8; `call` is (module, casts, sources of the weight, whether gradients are enabled,
+    whether this is the first micro-batch)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
+        module, casts, sources, grad, first = call
+        x_needed, weight_needed, _, _ = ctx.needs_input_grad
+        features = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, features)
+        quantized_x = casts.input(rows, INPUT, columnwise=grad and weight_needed)
+        quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, grad and x_needed, first)
+        y = forward_product(casts, quantized_x, quantized_weight, bias, activation_dtype(x))
+        if grad:
+            ctx.save_for_backward(
+                quantized_x.transposed,
+                quantized_x.transposed_scale_inv,
+                quantized_weight.transposed if x_needed else None,
+                quantized_weight.transposed_scale_inv if x_needed else None,
+            )
+            ctx.casts, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = casts, x.shape, x.dtype, weight.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
+        return shaped(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return refusing_a_second("Linear", _Linear._gradients, ctx, dy)
+        return _Linear._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
+        x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        casts: Casts = ctx.casts
+        rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+        dx = dweight = dbias = None
+        if x_needed or weight_needed:
+            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, bias_needed)
+            features = ctx.x_shape[-1]
+            if x_needed:
+                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, ctx.x_dtype)
+                dx = dx.view(ctx.x_shape)
+            if weight_needed:
+                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, ctx.weight_dtype)
+        elif bias_needed:
+            dbias = rows.sum(0, dtype=torch.float32)
+        if dbias is not None and dbias.dtype is not ctx.bias_dtype:
+            dbias = dbias.to(ctx.bias_dtype)
+        return dx, dweight, dbias, None
+
+
+_apply_linear = plain_apply(_Linear)
+
+
+# The products, which the other modules share
+
+
+def forward_product(casts: Casts, x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x · weightᵀ + bias, (rows, out); contiguous."""
+    assert x.data is not None
+    assert weight.data is not None
+    y = scaled_mm(
+        x.data,
+        x.scale_inv,
+        weight.data,
+        weight.scale_inv,
+        rows=x.shape[0],
+        columns=weight.shape[0],
+        out_dtype=dtype,
+        bias=bias,
+        fast_accumulation=True,
+        a_block=casts.block,
+        b_block=casts.weight_block,
+    )
+    return y if y.is_contiguous() else y.contiguous()
+
+
+def input_gradient(
+    casts: Casts, dy: Quantized, weight_transposed: Tensor, weight_scale_inv: Tensor, features: int, dtype: torch.dtype
+) -> Tensor:
+    """dy · weight, (rows, features); contiguous."""
+    assert dy.data is not None
+    dx = scaled_mm(
+        dy.data,
+        dy.scale_inv,
+        weight_transposed,
+        weight_scale_inv,
+        rows=dy.shape[0],
+        columns=features,
+        out_dtype=dtype,
+        a_block=casts.block,
+        b_block=casts.weight_block,
+    )
+    return dx if dx.is_contiguous() else dx.contiguous()
+
+
+def weight_gradient(
+    casts: Casts, dy: Quantized, x_transposed: Tensor, x_scale_inv: Tensor, features: int, dtype: torch.dtype
+) -> Tensor:
+    """dyᵀ · x, (out, features), in the dtype of the weight; contiguous."""
+    assert dy.transposed is not None
+    dweight = scaled_mm(
+        dy.transposed,
+        dy.transposed_scale_inv,
+        x_transposed,
+        x_scale_inv,
+        rows=dy.shape[1],
+        columns=features,
+        out_dtype=dtype,
+        a_block=casts.block,
+        b_block=casts.block,
+    )
+    return dweight if dweight.is_contiguous() else dweight.contiguous()
+
+
+def shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y (rows, columns) with x's leading dimensions."""
+    if x.dim() == 2:
+        return y
+    # Not a view to autograd, which would forbid to change the output in place.
+    result: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
+    return result
+
+
+def refusing_a_second(who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Tensor) -> Any:
+    """The gradients of a backward with create_graph=True, such that differentiating them again raises."""
+    with torch.no_grad():
+        gradients = backward(ctx, *dy)
+    message = (
+        f"{who} in FP8 cannot be differentiated twice, since a cast has no gradient; run the module outside of "
+        "fp8_autocast where gradients of gradients are needed"
+    )
+    refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
+    return refuse(*(None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
+
+
+def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's own product, in the dtype of torch.autocast where it is enabled.
+
+    Raises: UserError where dtypes differ and no autocast settles them.
+    """
+    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UserError(
+            f"{module._described()}: x has dtype {x.dtype} and the weight {weight.dtype}; convert one of them, or run "
+            "under torch.autocast."
+        )
+    return nn.functional.linear(x, weight, bias)
+
+
+def split_sizes(who: str, out_features: int, split: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
+    """Prefixes of the parameters' names with their rows: {"": out_features} for a single weight.
+
+    Raises: UserError for sizes that do not add up, or names that cannot share evenly.
+    """
+    if split is None:
+        return {"": out_features}
+    if not split:
+        raise UserError(f"{who}: parameters_split is empty; pass names with their rows, or None.")
+    if not isinstance(split, Mapping):
+        if out_features % len(split):
+            raise UserError(
+                f"{who}: out_features {out_features} cannot be split evenly among {len(split)} names; pass a mapping "
+                "from names to rows."
+            )
+        split = dict.fromkeys(split, out_features // len(split))
+    if sum(split.values()) != out_features or any(rows < 1 for rows in split.values()):
+        raise UserError(
+            f"{who}: parameters_split has {' + '.join(map(str, split.values()))} rows and out_features is "
+            f"{out_features}; pass positive rows that add up to it."
+        )
+    return {f"{name.removesuffix('_')}_": rows for name, rows in split.items()}
