@@ -9,13 +9,13 @@ import pytest
 
 import fusestep
 
-MODULES = ["data", "models", "nn", "optim"]
+MODULES = ["data", "fp8", "models", "nn", "optim"]
 FUNCTIONS = ["doctor", "explain"]
 
 
 def test_all_is_sorted_and_whole() -> None:
     assert fusestep.__all__ == sorted(fusestep.__all__)
-    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "__version__"}
+    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "__version__", "refresh"}
     assert dir(fusestep) == fusestep.__all__
 
 
@@ -24,6 +24,10 @@ def test_parts_are_reached_as_attributes(name: str) -> None:
     part = getattr(fusestep, name)
     assert isinstance(part, ModuleType)
     assert part.__name__ == f"fusestep.{name}"
+
+
+def test_refresh_is_reached_as_an_attribute() -> None:
+    assert fusestep.refresh.__module__ == "fusestep.fp8.copies"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

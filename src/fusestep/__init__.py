@@ -10,15 +10,21 @@ from fusestep.doctor import doctor
 from fusestep.explain import explain
 
 if TYPE_CHECKING:
-    from fusestep import data, models, nn, optim
+    from fusestep import data, fp8, models, nn, optim
+    from fusestep.fp8.copies import refresh
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "data", "doctor", "explain", "models", "nn", "optim"]
+__all__ = ["__version__", "data", "doctor", "explain", "fp8", "models", "nn", "optim", "refresh"]
+
+#: Functions that are reached from here, and the modules that they are in.
+_FUNCTIONS = {"refresh": "fusestep.fp8.copies"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a part when it is first asked for, so that `import fusestep` waits for nothing, not even for torch."""
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     if name in __all__:
         return importlib.import_module(f"fusestep.{name}")
     raise AttributeError(f"module 'fusestep' has no attribute {name!r}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
@@ -143,10 +143,13 @@ class WeightCopies:
 
 def overwrite(quantized: Quantized, made: Quantized) -> None:
     """Write one quantised matrix over another of its shape and forms, in place."""
-    for name in ("data", "transposed", "scale_inv", "transposed_scale_inv"):
-        to, of = getattr(quantized, name), getattr(made, name)
+    for to, of, to_scale_inv, of_scale_inv in (
+        (quantized.data, made.data, quantized.scale_inv, made.scale_inv),
+        (quantized.transposed, made.transposed, quantized.transposed_scale_inv, made.transposed_scale_inv),
+    ):
         if to is not None and of is not None:
             to.copy_(of)
+            to_scale_inv.copy_(of_scale_inv)
 
 
 def _state_of(parameter: Tensor) -> tuple[int, int]:
@@ -188,3 +191,23 @@ def current_copy(parameter: Tensor) -> Quantized | None:
     """
     copies = copies_of(parameter)
     return copies.quantized if copies is not None and copies.is_current(parameter) else None
+
+
+def refresh(model: nn.Module) -> None:
+    """Forget every copy of the model's weights that is kept across calls, after a write through `param.data`.
+
+    Torch does not count such a write as a change, so neither the copies that FusedAdam wrote nor those that
+    `is_first_microbatch` keeps can tell. Averaged weights swapped in for an evaluation need no call: evaluation casts
+    afresh.
+
+    Args:
+        model: any module; those that keep copies of their own have a method `drop_caches()`, which is called.
+    """
+    for parameter in model.parameters():
+        copies = copies_of(parameter)
+        if copies is not None:
+            copies.drop()
+    for module in model.modules():
+        drop = getattr(module, "drop_caches", None)
+        if callable(drop):
+            drop()
