@@ -6,6 +6,7 @@ from fusestep.fp8.export import export_state_dict
 from fusestep.fp8.formats import Format
 from fusestep.fp8.model_init import fp8_model_init
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fusestep.fp8.support import support
 
 __all__ = [
     "DelayedScaling",
@@ -17,4 +18,5 @@ __all__ = [
     "export_state_dict",
     "fp8_autocast",
     "fp8_model_init",
+    "support",
 ]

@@ -3,8 +3,9 @@
 A region says whether, and with which recipe. It nests, is put back on an exception, and belongs to its thread: what one
 thread does is not seen by another. Backward uses what forward saved, so it may run inside or outside.
 
-Delayed scaling rolls its histories when an outermost region with gradients enabled begins: everything that was seen
-since the last roll, forward and backward, enters the histories of the modules that ran, and their scales are renewed.
+Delayed scaling rolls its histories when an outermost region with gradients enabled begins (outermost among those that
+are enabled, or calibrate): everything that was seen since the last roll, forward and backward, enters the histories of
+the modules that ran, and their scales are renewed.
 Between two rolls no scale changes, so that backward, and a forward that is computed again for it (activation
 checkpointing), meet the very scales of the first forward.
 """
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusestep.errors import UserError
+from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling, Recipe
-from fusestep.fp8.state import Pending
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,14 +48,18 @@ class Region:
 
 
 class _Thread(threading.local):
-    """The innermost region of a thread, and what its modules recorded."""
+    """The innermost region of a thread, how many active ones enclose it, and what its modules recorded."""
 
     def __init__(self) -> None:
         self.region: Region | None = None
+        self.depth = 0
         self.pending = Pending()
 
 
 _thread = _Thread()
+
+#: One object, so that modules see at a glance that they follow it already.
+_DEFAULT_RECIPE = DelayedScaling()
 
 
 def current() -> Region | None:
@@ -87,17 +92,23 @@ def fp8_autocast(
         group: the ranks over which delayed scaling reduces amaxes; None: each rank by itself.
         calibrating: with enabled=False, compute in high precision and record amaxes, so that a later FP8 forward
             starts from known scales.
-    Raises: UserError for a recipe that is none.
+    Raises: UserError for a recipe that is none, and for switches that are neither True nor False.
     """
+    for name, switch in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(switch, bool):
+            raise UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
     if recipe is None:
-        recipe = DelayedScaling()
-    if not isinstance(recipe, Recipe):
+        recipe = _DEFAULT_RECIPE
+    if not isinstance(recipe, Recipe) or type(recipe) is Recipe:
         raise UserError(f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling().")
     outer = _thread.region
-    if outer is None and (enabled or calibrating) and torch.is_grad_enabled():
+    is_active = enabled or calibrating
+    if is_active and not _thread.depth and torch.is_grad_enabled():
         _thread.pending.roll()
     _thread.region = Region(enabled, recipe, calibrating, group, _thread.pending)
+    _thread.depth += is_active
     try:
         yield
     finally:
         _thread.region = outer
+        _thread.depth -= is_active

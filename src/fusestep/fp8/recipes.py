@@ -27,11 +27,14 @@ from fusestep.fp8.formats import Format
 #: A margin beyond this leaves nothing of E4M3's range: 448 / 2^16 is below its smallest value.
 LARGEST_MARGIN = 16
 
+#: A longer history than this is a slip: it would hold a million steps.
+LONGEST_HISTORY = 2**20
+
 #: (history, slots) amaxes, oldest first, to the (slots,) amaxes that scales come from.
 AmaxAlgorithm = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What every recipe says."""
 
@@ -51,13 +54,17 @@ class Recipe:
                 "pass Format.HYBRID for E5M2 gradients alone."
             )
 
+    def _check_switch(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise UserError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}; pass True or False.")
+
     @property
     def has_history(self) -> bool:
         """Whether modules keep scaling state from step to step."""
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
     """One scale a tensor, from the amaxes of earlier steps, so that the cast needs one read.
 
@@ -81,25 +88,27 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check_format()
-        if not isinstance(self.margin, int) or not 0 <= self.margin <= LARGEST_MARGIN:
+        if not _is_integer(self.margin) or not 0 <= self.margin <= LARGEST_MARGIN:
             raise UserError(f"DelayedScaling: margin is {self.margin!r}; pass an integer from 0 to {LARGEST_MARGIN}.")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+        if not _is_integer(self.amax_history_len) or not 1 <= self.amax_history_len <= LONGEST_HISTORY:
             raise UserError(
-                f"DelayedScaling: amax_history_len is {self.amax_history_len!r}; pass a number of steps, at least 1."
+                f"DelayedScaling: amax_history_len is {self.amax_history_len!r}; pass a number of steps from 1 to "
+                f"{LONGEST_HISTORY}."
             )
         algorithm = self.amax_compute_algo
-        if not callable(algorithm) and algorithm not in ("max", "most_recent"):
+        if isinstance(algorithm, type) or not (callable(algorithm) or algorithm in ("max", "most_recent")):
             raise UserError(
                 f'DelayedScaling: amax_compute_algo is {algorithm!r}; pass "max", "most_recent" or a function of the '
                 "history."
             )
+        self._check_switch("reduce_amax")
 
     @property
     def has_history(self) -> bool:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
     """One scale a tensor, from its own amax: no state, at the price of a second read.
 
@@ -110,8 +119,12 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
 
+    def __post_init__(self) -> None:
+        self._check_format()
+        self._check_switch("use_power_2_scales")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
     """A scale for each block: 1 × 128 of activations and gradients along the product's sum, 128 × 128 of weights.
 
@@ -125,9 +138,18 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
 
+    def __post_init__(self) -> None:
+        self._check_format()
+        self._check_switch("use_f32_scales")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
     """A power-of-two scale (E8M0) for each 32 elements along the product's sum, for weights too."""
 
     fp8_format: Format = Format.E4M3
+
+
+def _is_integer(value: object) -> bool:
+    """Whether a value is an integer; True and False, which Python counts among them, are not."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,17 +10,15 @@ a CUDA graph can hold a step, the first one included.
     counts   (n, 3) int64: elements cast, saturated, flushed to zero; counted while asked for
 
 A cast reads the slot's scale, or where there is none yet takes it from the slot's amax, which a pass before has then
-set to the tensor's own; and it raises the slot's amax to the tensor's. `roll` moves amaxes into histories:
-
-    amax = 0                nothing was cast: nothing changes
-    amax not finite         the old scale is kept, the refusal counted
-    else                    history ← amax;  scale ← format's largest / algorithm(history) / 2^margin
-
-Recording is idempotent between two rolls (a maximum), so a module that runs twice, or again for backward, does no harm.
+set to the tensor's own; and it raises the slot's amax to the tensor's. Rolling (pending.py) moves amaxes into
+histories and renews scales. Recording is idempotent between two rolls (a maximum), so a module that runs twice, or
+again for backward, does no harm.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +26,19 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
-from fusestep.fp8.formats import largest
-from fusestep.ops.roll_scales import AMAX, LARGEST, REFUSED, SCALE, SLOT, roll_scales, scale_reference
+from fusestep.fp8.formats import Format, largest
+from fusestep.fp8.recipes import DelayedScaling
+from fusestep.ops.roll_scales import AMAX, LARGEST, REFUSED, SCALE, SLOT
 
 if TYPE_CHECKING:
-    from fusestep.fp8.recipes import AmaxAlgorithm, DelayedScaling
+    from typing import Self
 
 #: Keys of the state in a module's state dict, after the module's prefix.
 KEYS = ("fp8_slots", "fp8_history", "fp8_rolls")
+
+#: What a table of addresses, or the plan of a roll, was made from.
+_PLANNED = frozenset(("slots", "history", "rolls", "recipe"))
+_numbers = itertools.count()
 
 
 class Slots:
@@ -45,41 +48,84 @@ class Slots:
         names: what the slots are of; names that begin with "grad" hold gradients, in the recipe's backward format.
         recipe: gives the formats and the length of the history.
         device: where the state lies.
+
+    Attributes:
+        number: unlike that of any other state, and another one whenever a tensor or the recipe was replaced, so that
+            what was worked out for a number holds while the number is met.
+        reference: a weak reference to this state.
     """
 
+    slots: Tensor
+    history: Tensor
+    rolls: Tensor
+    counts: Tensor
+    number: int
+
     def __init__(self, names: Sequence[str], recipe: DelayedScaling, device: torch.device) -> None:
+        self.reference = weakref.ref(self)
         self.names = tuple(names)
         self.recipe = recipe
-        n = len(self.names)
-        self.slots = torch.zeros(n, SLOT, dtype=torch.float32, device=device)
-        self.history = torch.zeros(n, recipe.amax_history_len, dtype=torch.float32, device=device)
-        self.rolls = torch.zeros(n, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(n, 3, dtype=torch.int64, device=device)
-        self._set_formats()
+        self._start(device)
 
-    def _set_formats(self) -> None:
+    def _start(self, device: torch.device) -> None:
+        n = len(self.names)
+        # Made in inference mode, tensors could never be changed outside it.
+        with torch.inference_mode(False):
+            self.slots = torch.zeros(n, SLOT, dtype=torch.float32, device=device)
+            self.history = torch.zeros(n, self.recipe.amax_history_len, dtype=torch.float32, device=device)
+            self.rolls = torch.zeros(n, dtype=torch.int64, device=device)
+            self.counts = torch.zeros(n, 3, dtype=torch.int64, device=device)
+            self.slots[:, LARGEST] = self._largest(device)
+
+    def _largest(self, device: torch.device) -> Tensor:
+        """(n,) the largest value of each slot's format."""
         formats = self.recipe.fp8_format
         dtypes = [formats.backward if name.startswith("grad") else formats.forward for name in self.names]
-        largest_values = torch.tensor([largest(dtype) for dtype in dtypes], dtype=torch.float32)
-        self.slots[:, LARGEST].copy_(largest_values)
+        return torch.tensor([largest(dtype) for dtype in dtypes], dtype=torch.float32, device=device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _PLANNED:
+            object.__setattr__(self, "number", next(_numbers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("number", "reference")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle: a state of its own, with a number of its own."""
+        self.reference = weakref.ref(self)
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def follow(self, recipe: DelayedScaling) -> None:
-        """Serve this recipe from now on: another history length keeps the newest amaxes, other formats their amaxes."""
+        """Serve this recipe from now on.
+
+        Another history length keeps the newest amaxes; a slot whose format changes keeps its amaxes and takes its next
+        scale from its tensor, since a scale belongs to a format.
+        """
         if recipe is self.recipe or recipe == self.recipe:
             return
         old, self.recipe = self.recipe, recipe
         if recipe.amax_history_len != old.amax_history_len:
-            self.history, self.rolls = resized(self.history, self.rolls, recipe.amax_history_len)
+            self.history = resized(self.history, self.rolls, recipe.amax_history_len)
         if recipe.fp8_format is not old.fp8_format:
-            self._set_formats()
-            # A scale belongs to its format; the next forward takes it from the tensor again.
-            self.slots[:, SCALE].zero_()
+            self._take_formats()
 
-    def to(self, device: torch.device) -> Slots:
-        """The same state on another device; on "meta" it starts anew when it comes back."""
-        if device != self.slots.device:
-            for name in ("slots", "history", "rolls", "counts"):
-                setattr(self, name, getattr(self, name).to(device))
+    def _take_formats(self) -> None:
+        """Set what is largest in each slot's format, and forget the scales of another format."""
+        wanted = self._largest(self.slots.device)
+        self.scale.masked_fill_(self.slots[:, LARGEST] != wanted, 0.0)
+        self.slots[:, LARGEST] = wanted
+
+    def to(self, device: torch.device) -> Self:
+        """Move the state to a device, in place. Coming back from "meta" it starts anew."""
+        if device == self.slots.device:
+            return self
+        if self.slots.is_meta:
+            self._start(device)
+            return self
+        for name in ("slots", "history", "rolls", "counts"):
+            setattr(self, name, getattr(self, name).to(device))
         return self
 
     @property
@@ -108,19 +154,55 @@ class Slots:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `as_dict` gave, in place, whatever its history's length.
 
-        Raises: UserError for another number of slots.
+        A slot that was saved under another format keeps its amaxes and takes its next scale from its tensor.
+        Raises: UserError, before anything is changed, for what is not the state of such a module.
         """
-        slots, history, rolls = (state[key].to(self.slots.device) for key in KEYS)
-        if slots.shape != self.slots.shape:
-            raise UserError(
-                f"FP8 state of {slots.shape[0]} tensors does not fit a module that casts {len(self.names)} "
-                f"({', '.join(self.names)}); load it into the kind of module that it was saved from."
-            )
-        history, rolls = resized(history, rolls, self.history.shape[1])
+        slots, history, rolls = checked(state, self.names)
+        device = self.slots.device
+        slots, history, rolls = slots.to(device), history.to(device), rolls.to(device)
+        self.history.copy_(resized(history, rolls, self.history.shape[1]))
         self.slots.copy_(slots)
-        self.history.copy_(history)
         self.rolls.copy_(rolls)
-        self._set_formats()
+        self._take_formats()
+
+    @classmethod
+    def restored(cls, names: Sequence[str], state: Mapping[str, Tensor], device: torch.device) -> Self:
+        """The state of a module that has not run yet, from what `as_dict` gave; the first forward's recipe follows.
+
+        Raises: UserError, as `load`.
+        """
+        slots, history, _ = checked(state, tuple(names))
+        is_hybrid = bool((slots[:, LARGEST] == largest(torch.float8_e5m2)).any())
+        formats = Format.HYBRID if is_hybrid else Format.E4M3
+        found = cls(names, DelayedScaling(fp8_format=formats, amax_history_len=history.shape[1]), device)
+        found.load(state)
+        return found
+
+
+def checked(state: Mapping[str, Tensor], names: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """(slots, history, rolls) of a saved state, fit for a module that casts `names`.
+
+    Raises: UserError.
+    """
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise UserError(
+            f"FP8 state lacks {' and '.join(missing)}; load all of {', '.join(KEYS)}, or none for a fresh start."
+        )
+    slots, history, rolls = (state[key] for key in KEYS)
+    n = len(names)
+    if slots.dim() == 2 and slots.shape[1] == SLOT and slots.shape[0] != n:
+        raise UserError(
+            f"FP8 state of {slots.shape[0]} tensors does not fit a module that casts {n} ({', '.join(names)}); load it "
+            "into the kind of module that it was saved from."
+        )
+    shapes = [tuple(tensor.shape) for tensor in (slots, history, rolls)]
+    if shapes != [(n, SLOT), (n, *shapes[1][1:2]), (n,)] or not history.numel():
+        raise UserError(
+            f"FP8 state has the shapes {', '.join(map(str, shapes))}; wanted are slots of ({n}, {SLOT}), a history of "
+            f"({n}, length) and rolls of ({n},), as a module's state dict holds them."
+        )
+    return slots.float(), history.float(), rolls.to(torch.int64)
 
 
 def ordered(history: Tensor, rolls: Tensor) -> Tensor:
@@ -130,73 +212,13 @@ def ordered(history: Tensor, rolls: Tensor) -> Tensor:
     return history.gather(1, places)
 
 
-def resized(history: Tensor, rolls: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Rings of another length with the newest amaxes, and the rolls that tell where their newest stands."""
+def resized(history: Tensor, rolls: Tensor, length: int) -> Tensor:
+    """Rings of another length with the newest amaxes, whose newest stands at (rolls − 1) mod the new length."""
     if history.shape[1] == length:
-        return history, rolls
+        return history
     newest_last = ordered(history, rolls)
     grown = torch.zeros(history.shape[0], length, dtype=history.dtype, device=history.device)
     kept = min(length, history.shape[1])
     grown[:, length - kept :] = newest_last[:, history.shape[1] - kept :]
-    # Rolls stay what they were; the ring is turned to match them.
     places = (torch.arange(length, device=history.device) - rolls[:, None]) % length
-    return grown.gather(1, places), rolls
-
-
-class Pending:
-    """The states of a thread in which something was recorded since their last roll."""
-
-    def __init__(self) -> None:
-        self._states: dict[Slots, Any] = {}
-
-    def add(self, state: Slots, group: Any = None) -> None:
-        """Have a state rolled when the next region begins, its amaxes reduced over `group` before."""
-        self._states[state] = group
-
-    def roll(self) -> None:
-        """Move what was recorded into the histories, and renew the scales: one launch for each recipe and device."""
-        states, self._states = self._states, {}
-        batches: dict[tuple[Any, ...], list[Slots]] = {}
-        for state, group in states.items():
-            batches.setdefault((state.recipe, state.slots.device, group), []).append(state)
-        for (recipe, _, group), members in batches.items():
-            roll(members, recipe, group)
-
-
-def roll(states: Sequence[Slots], recipe: DelayedScaling, group: Any = None) -> None:
-    """Roll states of one recipe on one device; see the head of this file."""
-    if group is not None and recipe.reduce_amax:
-        reduce_amaxes(states, group)
-    algorithm = recipe.amax_compute_algo
-    if callable(algorithm):
-        for state in states:
-            roll_by(algorithm, state)
-        return
-    triples = [(state.slots, state.history, state.rolls) for state in states]
-    roll_scales(triples, margin=recipe.margin, most_recent=algorithm == "most_recent")
-
-
-def roll_by(algorithm: AmaxAlgorithm, state: Slots) -> None:
-    """Roll one state whose amaxes a function of the user's chooses from the history, on the device."""
-    rolls = state.rolls.clone()
-    roll_scales([(state.slots, state.history, state.rolls)], margin=0, most_recent=False)
-    chosen = algorithm(state.ordered_history())
-    if not isinstance(chosen, Tensor) or chosen.shape != state.scale.shape:
-        shape = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
-        raise UserError(
-            f"DelayedScaling: amax_compute_algo returned {shape} for a history of "
-            f"{tuple(state.ordered_history().shape)}; return one amax for each slot, {tuple(state.scale.shape)}."
-        )
-    usable = (state.rolls > rolls) & chosen.isfinite() & (chosen > 0)
-    scale = scale_reference(chosen.float(), state.slots[:, LARGEST], state.recipe.margin)
-    state.scale.copy_(torch.where(usable, scale, state.scale))
-
-
-def reduce_amaxes(states: Sequence[Slots], group: Any) -> None:
-    """Make each amax the largest of its ranks', in one reduction for all states."""
-    if torch.distributed.get_world_size(group) == 1:
-        return
-    amaxes = torch.cat([state.amax for state in states])
-    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
-    parts = amaxes.split([len(state.names) for state in states])
-    torch._foreach_copy_([state.amax for state in states], list(parts))
+    return grown.gather(1, places)

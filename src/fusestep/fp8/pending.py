@@ -1,0 +1,156 @@
+"""Rolling: amaxes that were recorded enter their histories, and scales are renewed.
+
+    amax = 0                nothing was cast: nothing changes
+    amax not finite         the old scale is kept, the refusal counted
+    else                    history ← amax;  scale ← format's largest / algorithm(history) / 2^margin
+
+The modules of a model take one launch together; what that launch reads is worked out at the first roll of a set of
+modules and looked up at the others, which spares the host most of it and lets a CUDA graph hold the roll.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep import dispatch
+from fusestep.errors import UserError
+from fusestep.fp8.state import Slots, ordered
+from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
+
+#: Plans that are kept; sets of modules that never repeat would else fill the memory.
+MOST_PLANS = 64
+
+
+class Pending:
+    """The states of a thread in which something was recorded since their last roll. Holds none of them alive."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[weakref.ref[Slots], Any] = {}
+        self._members: dict[Any, dict[weakref.ref[Slots], None]] = {}
+        self._plans: dict[tuple[int, ...], list[_Batch]] = {}
+
+    def __reduce__(self) -> tuple[type[Pending], tuple[()]]:
+        """A copy, or a pickle, has nothing pending: what is belongs to the states of a thread."""
+        return Pending, ()
+
+    def add(self, state: Slots, group: Any = None) -> None:
+        """Have a state rolled when the next region begins, its amaxes reduced over `group` before."""
+        self._recorded[state.reference] = group
+
+    def roll(self) -> None:
+        """Move what was recorded into the histories, and renew the scales."""
+        recorded, self._recorded = self._recorded, {}
+        if not recorded:
+            return
+        by_group: dict[Any, list[Slots]] = {}
+        for reference, group in recorded.items():
+            state = reference()
+            if state is not None:
+                by_group.setdefault(group, []).append(state)
+                if group is not None:
+                    self._members.setdefault(group, {})[reference] = None
+        for group, states in by_group.items():
+            if group is not None:
+                # A module that did not run on this rank may have run on another: all that ever ran take part.
+                members = (reference() for reference in self._members[group])
+                states[:] = [state for state in members if state is not None]
+                reduce_amaxes([state for state in states if state.recipe.reduce_amax], group)
+            self._roll(states)
+
+    def _roll(self, states: list[Slots]) -> None:
+        states.sort(key=attrgetter("number"))
+        numbers = tuple([state.number for state in states])
+        plan = self._plans.get(numbers)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[numbers] = _plan(states)
+        for batch in plan:
+            batch.roll(states)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """States that one launch rolls, by their places; without a table, in plain PyTorch."""
+
+    places: tuple[int, ...]
+    margin: int
+    most_recent: bool
+    table: RollTable | None
+    has_callable: bool
+
+    def roll(self, states: Sequence[Slots]) -> None:
+        if self.table is not None:
+            self.table.roll(margin=self.margin, most_recent=self.most_recent)
+        elif self.has_callable:
+            for place in self.places:
+                roll_by_callable(states[place])
+        else:
+            roll_scales(
+                [(state.slots, state.history, state.rolls) for state in (states[place] for place in self.places)],
+                margin=self.margin,
+                most_recent=self.most_recent,
+            )
+
+
+def _plan(states: Sequence[Slots]) -> list[_Batch]:
+    batches: dict[tuple[torch.device, int, bool, bool], list[int]] = {}
+    for place, state in enumerate(states):
+        algorithm = state.recipe.amax_compute_algo
+        key = (state.slots.device, state.recipe.margin, algorithm == "most_recent", callable(algorithm))
+        batches.setdefault(key, []).append(place)
+    plan = []
+    for (device, margin, most_recent, has_callable), places in batches.items():
+        table = None
+        if device.type == "cuda" and not has_callable and dispatch.uses_triton("roll_scales", device):
+            members = [states[place] for place in places]
+            table = RollTable([(state.slots, state.history, state.rolls) for state in members])
+        plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable))
+    return plan
+
+
+def roll_by_callable(state: Slots) -> None:
+    """Roll one state whose amaxes a function of the user's chooses from the history, on the device.
+
+    Where it chooses zero, or what is not finite, the old scale is kept.
+    Raises: UserError, before anything is changed, if it does not return one amax for each slot.
+    """
+    algorithm = state.recipe.amax_compute_algo
+    if not callable(algorithm):
+        raise TypeError(f"roll_by_callable: {algorithm!r} is no function")
+    slots, history, rolls = state.slots.clone(), state.history.clone(), state.rolls.clone()
+    roll_scales_reference(slots, history, rolls, margin=0, most_recent=True)
+    shown = ordered(history, rolls).t()
+    chosen = algorithm(shown)
+    if not isinstance(chosen, Tensor) or chosen.shape != state.scale.shape or chosen.device != shown.device:
+        got = f"{tuple(chosen.shape)} on {chosen.device}" if isinstance(chosen, Tensor) else repr(chosen)
+        raise UserError(
+            f"DelayedScaling: amax_compute_algo returned {got} for a history of {tuple(shown.shape)} on "
+            f"{shown.device}; return a tensor of one amax for each slot, {tuple(state.scale.shape)}, on its device."
+        )
+    chosen = chosen.detach().float()
+    usable = (rolls > state.rolls) & chosen.isfinite() & (chosen > 0)
+    scale = scale_reference(chosen, slots[:, LARGEST], state.recipe.margin)
+    slots[:, SCALE] = torch.where(usable, scale, state.scale)
+    for ours, rolled in ((state.slots, slots), (state.history, history), (state.rolls, rolls)):
+        ours.copy_(rolled)
+
+
+def reduce_amaxes(states: Sequence[Slots], group: Any) -> None:
+    """Make each amax the largest of its ranks', in one reduction for all states.
+
+    Every rank brings the same modules, in the order of their first use. NaN counts as infinity, so that all ranks
+    refuse alike.
+    """
+    if not states or torch.distributed.get_world_size(group) == 1:
+        return
+    amaxes = torch.cat([state.amax for state in states]).nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
+    torch._foreach_copy_([state.amax for state in states], list(amaxes.split([len(state.names) for state in states])))
