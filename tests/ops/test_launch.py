@@ -103,6 +103,51 @@ def test_whatever_triton_specialises_on_is_told_apart(
     assert kernel.compiled == 2
 
 
+class _Launcher:
+    """What compiled kernels of Triton have as `run`: it hands its arguments and more to a C function, `launch`."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, calls: list[tuple[Any, ...]], nested: bool) -> None:
+        self.nested, self.uses = nested, 0
+        self.launch: Any = lambda *given: calls.append(given)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.uses += 1
+        given, args = (x, y, z, stream, function, False, *rest[:4]), rest[4:]
+        self.launch(*given, *((args,) if self.nested else args))
+
+
+class _Kernel:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_launchers_c_function_is_called_as_the_launcher_calls_it(nested: bool) -> None:
+    calls: list[tuple[Any, ...]] = []
+    launcher = _Launcher(calls, nested)
+    compiled = module._Compiled(_Kernel(launcher), (7, 16))
+    for grid, values in (((3, 1, 1), [1024, 5]), ((4, 2, 1), [2048, 6])):
+        calls.clear()
+        compiled.launch(grid, None, values)
+        direct = calls.copy()
+        launcher(*grid, 0, "function", "metadata", None, None, None, *values, 7, 16)
+        assert direct == calls[1:]
+        assert len(direct) == 1
+    assert launcher.uses == 2  # by this test alone
+
+
+def test_a_kernel_that_needs_scratch_memory_keeps_its_launcher() -> None:
+    calls: list[tuple[Any, ...]] = []
+    launcher = _Launcher(calls, nested=False)
+    launcher.global_scratch_size = 128
+    module._Compiled(_Kernel(launcher), ()).launch((3, 1, 1), None, [1024])
+    assert launcher.uses == len(calls) == 1
+
+
 def test_a_constexpr_by_position_is_refused(kernel: FakeKernel) -> None:
     with pytest.raises(TypeError, match="constexpr of fake was passed by position"):
         launch(kernel, (1,), CPU, torch.ones(8), 32, 16)
@@ -131,7 +176,7 @@ def test_a_profilers_hooks_are_served(kernel: FakeKernel, monkeypatch: pytest.Mo
     launch(kernel, (1,), CPU, x, 32)
     monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
     taken: list[Any] = []
-    compiled = next(iter(value[0] for key, value in module._compiled.items() if key[0] is kernel))
+    compiled = next(value._kernel for key, value in module._compiled.items() if key[0] is kernel)
     monkeypatch.setattr(type(compiled), "__getitem__", lambda self, grid: lambda *args: taken.append((grid, args)))
     launch(kernel, (1,), CPU, x, 32)
     assert taken == [((1, 1, 1), (x.data_ptr(), 32, 8, 1))]

@@ -10,6 +10,7 @@ addresses, which also spares the launcher a question to the driver for each poin
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor
 
 from fusestep.language import triton
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+#: A function, what it is given between the stream and the arguments, and whether those come as one tuple.
+_Route = tuple[Any, tuple[Any, ...], bool]
+
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
@@ -56,8 +60,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         if found is not None:
             _compiled[tuple(key)] = found
     else:
-        compiled, constants = found
-        _call(compiled, (*grid, 1, 1)[:3], index, (*values, *constants))
+        found.launch((*grid, 1, 1)[:3], index, values)
     return None
 
 
@@ -78,7 +81,7 @@ class PreparedLaunch:
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
         self._index = device.index if device.type == "cuda" else None
-        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[Any, _Compiled] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there."""
@@ -93,30 +96,77 @@ class PreparedLaunch:
         key = tuple([address & 15 for address in addresses]) if bits & 15 else None
         found = self._compiled.get(key)
         if found is None:
-            found = _compile_and_launch(self._kernel, self._grid, (*tensors, *self._numbers), self._options)
+            args = (*tensors, *self._numbers)
+            found = _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
             if found is not None:
-                compiled, constants = found
-                self._compiled[key] = (compiled, (*self._numbers, *constants))
+                self._compiled[key] = found
         else:
-            compiled, fixed = found
-            _call(compiled, self._grid, index, (*addresses, *fixed))
+            found.launch(self._grid, index, addresses)
         return None
 
 
-def _call(compiled: Any, grid: tuple[int, ...], index: int | None, args: tuple[Any, ...]) -> None:
-    """Launch a compiled kernel on the current stream of the current device, which is `index`."""
-    runtime = triton.knobs.runtime
-    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
-        compiled[grid](*args)
-    else:  # what that does as well, without building for each launch what only hooks read
+class _Compiled:
+    """A compiled kernel and the last arguments of its launches, which are the same in every one."""
+
+    __slots__ = ("_kernel", "_last", "_route")
+
+    def __init__(self, kernel: Any, last: tuple[Any, ...]) -> None:
+        self._kernel, self._last = kernel, last
+        self._route: _Route | None = None
+
+    def launch(self, grid: tuple[int, ...], index: int | None, first: list[Any] | tuple[Any, ...]) -> None:
+        """Launch on the current stream of the current device, which is `index`, on the first arguments and the last."""
+        runtime = triton.knobs.runtime
+        args = (*first, *self._last)
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
+            self._kernel[grid](*args)
+            return
+        # What that does as well, without building for each launch what only hooks read.
         stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        route = self._route
+        if route is None:
+            route = self._route = self._find_route(grid, stream, args)
+        function, between, is_nested = route
+        if is_nested:
+            function(*grid, stream, *between, args)
+        else:
+            function(*grid, stream, *between, *args)
+
+    def _find_route(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> _Route:
+        """Learn from Triton's launcher what it hands to its C function, to call that without the launcher's Python.
+
+        Triton's versions hand over different things in between, and the arguments one by one or in a tuple. A kernel
+        that needs memory of the launcher's own in each launch keeps the launcher.
+        """
+        kernel = self._kernel
+        between = (kernel.function, kernel.packed_metadata, None, None, None)
+        launcher = kernel.run
+        usual = (launcher, between, False)
+        scratch = [getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+        if any(scratch) or not hasattr(launcher, "launch"):
+            return usual
+        handed: list[tuple[Any, ...]] = []
+        # A copy listens in, since another thread may be launching.
+        listening = copy.copy(launcher)
+        listening.launch = lambda *given: handed.append(given)
+        listening(*grid, stream, *between, *args)
+        (given,) = handed
+        if given[:4] != (*grid, stream):
+            return usual
+        if given[-1] == args:
+            return launcher.launch, given[4:-1], True
+        if given[len(given) - len(args) :] == args:
+            return launcher.launch, given[4 : len(given) - len(args)], False
+        return usual
 
 
 def _compile_and_launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...]] | None:
-    """Launch through Triton; return the compiled kernel and its last arguments, or None from the interpreter."""
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any], last: tuple[Any, ...] = ()
+) -> _Compiled | None:
+    """Launch through Triton; return what makes the same launch again, or None from the interpreter.
+
+    `last` are those of the arguments, at their end, that are the same in every launch.
+    """
     # Said outright, for the same numbers from every Triton: 3.10 changes its default, 3.9 warns of that.
     compiled = kernel[grid](*args, enable_fp_fusion=True, **options)
     if compiled is None:
@@ -124,4 +174,5 @@ def _compile_and_launch(
     if any(parameter.is_constexpr for parameter in kernel.params[: len(args)]):
         raise TypeError(f"launch: a constexpr of {kernel.__name__} was passed by position; pass it by name.")
     parameters = kernel.signature.parameters
-    return compiled, tuple(options.get(name, parameters[name].default) for name in kernel.arg_names[len(args) :])
+    constants = [options.get(name, parameters[name].default) for name in kernel.arg_names[len(args) :]]
+    return _Compiled(compiled, (*last, *constants))
