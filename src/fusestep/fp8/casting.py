@@ -51,6 +51,20 @@ class Norm(NamedTuple):
     centred: bool
 
 
+class Normed(NamedTuple):
+    """What a fused norm gives.
+
+    Attributes: quantized: of (rows, columns); without the transpose under tensorwise recipes, where
+        ops.quantize.transpose_bytes makes it of the data when it is needed. total: x + residual, or None. statistics:
+        as norm_backward takes them. output: the norm itself, if it was to be kept.
+    """
+
+    quantized: Quantized
+    total: Tensor | None
+    statistics: Tensor
+    output: Tensor | None
+
+
 class Casts:
     """What modules know of a recipe; see the head of this file."""
 
@@ -74,12 +88,18 @@ class Casts:
         raise NotImplementedError
 
     def norm(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, index: int, columnwise: bool, dtype: torch.dtype
-    ) -> tuple[Quantized, Tensor | None, Tensor]:
-        """Cast the norm of x, or of x + residual: (cast, x + residual or None, statistics of rows).
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        index: int,
+        columnwise: bool,
+        dtype: torch.dtype,
+        keep_output: bool = False,
+    ) -> Normed:
+        """Cast the norm of x (…, columns), or of x + residual.
 
-        Tensorwise recipes give data only, of which ops.quantize.transpose_bytes makes the rest when it is needed.
-        Where the recipe cannot fuse, the norm is rounded to `dtype` between.
+        Where the recipe cannot fuse, the norm is rounded to `dtype` between; so is the output that is kept.
         """
         raise NotImplementedError
 
@@ -145,10 +165,12 @@ class _TensorwiseCasts(Casts):
         norm: Norm,
         index: int,
         columnwise: bool,  # noqa: ARG002 (made in backward, from the data)
-        dtype: torch.dtype,  # noqa: ARG002 (nothing is rounded between)
-    ) -> tuple[Quantized, Tensor | None, Tensor]:
+        dtype: torch.dtype,
+        keep_output: bool = False,
+    ) -> Normed:
         slots, place = self._slots(index, x)
-        return norm_quantize(
+        output = torch.empty(x.shape, dtype=dtype, device=x.device) if keep_output else None
+        quantized, total, statistics = norm_quantize(
             x,
             residual,
             *norm,
@@ -159,7 +181,9 @@ class _TensorwiseCasts(Casts):
             margin=self.margin,
             power_of_two=self.power_of_two,
             counts=self.counts,
+            output=output,
         )
+        return Normed(quantized, total, statistics, output)
 
     def gradient(
         self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
@@ -268,12 +292,19 @@ class BlockCasts(Casts):
         return self.input(activation_reference(h, name).to(h.dtype), index, columnwise)
 
     def norm(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, index: int, columnwise: bool, dtype: torch.dtype
-    ) -> tuple[Quantized, Tensor | None, Tensor]:
-        y, total, statistics = run_forward(
-            x, residual, norm.weight, norm.bias, x.shape[-1], norm.eps, norm.centred, dtype
-        )
-        return self.input(y, index, columnwise), total, statistics
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        index: int,
+        columnwise: bool,
+        dtype: torch.dtype,
+        keep_output: bool = False,
+    ) -> Normed:
+        width = x.shape[-1]
+        y, total, statistics = run_forward(x, residual, norm.weight, norm.bias, width, norm.eps, norm.centred, dtype)
+        quantized = self.input(y.view(-1, width), index, columnwise)
+        return Normed(quantized, total, statistics, y if keep_output else None)
 
     def gradient(
         self,

@@ -132,7 +132,7 @@ class FP8Module(nn.Module):
 
     def _calibrate(self, region: Region | None, index: int, x: Tensor) -> None:
         """Under a calibrating region, record the amax of what the slot `index` would have cast."""
-        if region is None or not isinstance(region.recipe, DelayedScaling):
+        if region is None or region.enabled or not isinstance(region.recipe, DelayedScaling):
             return
         state = self._state_for(region.recipe)
         region.pending.add(state, region.group)
@@ -141,7 +141,7 @@ class FP8Module(nn.Module):
             amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
 
     def _calibrate_gradient(self, region: Region | None, index: int, y: Tensor) -> None:
-        if region is not None and y.requires_grad:
+        if region is not None and not region.enabled and y.requires_grad:
             y.register_hook(lambda gradient: self._calibrate(region, index, gradient))
 
     # Weights

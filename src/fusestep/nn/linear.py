@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8.casting import Casts
+from fusestep.fp8.context import Region
+from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.scaled_mm import scaled_mm
@@ -75,10 +77,13 @@ class Linear(FP8Module):
         for part, rows in self.parts.items():
             values = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             self.register_parameter(part + "bias", values)
-        self.reset_parameters()
+        self._reset_linear()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters, and forget all scales."""
+        self._reset_linear()
+
+    def _reset_linear(self) -> None:
         for part in self.parts:
             initialise(getattr(self, part + "weight"), self.init_method)
             if self.has_bias:
@@ -97,24 +102,40 @@ class Linear(FP8Module):
         """
         region = self._region_of_call()
         self._check_input(x, self.in_features, region)
-        weight, sources, bias = self._weight_and_bias()
-        added = None if self.return_bias else bias
-        if region is None or not region.enabled:
-            y = self._in_high_precision(x, weight, added, region)
-        elif not x.numel():
-            y = plain_linear(self, x, weight.to(x.dtype), None if added is None else added.to(x.dtype))
-        else:
+        if region is not None and region.enabled and x.numel():
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
-            y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
+            if self._is_split_in_fp8():
+                y, bias = self._by_parts(x, casts, grad, is_first_microbatch)
+            else:
+                weight, sources, bias = self._weight_and_bias()
+                added = None if self.return_bias else bias
+                y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
+        else:
+            weight, _, bias = self._weight_and_bias()
+            y = self._in_high_precision(x, weight, None if self.return_bias else bias, region)
         return (y, bias) if self.return_bias else y
 
-    def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None, region: Any) -> Tensor:
+    def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region | None) -> Tensor:
         self._calibrate(region, INPUT, x)
         self._calibrate(region, WEIGHT, weight)
-        y = plain_linear(self, x, weight, bias)
+        y = plain_linear(self, x, weight, bias, region)
         self._calibrate_gradient(region, GRADIENT, y)
         return y
+
+    def _is_split_in_fp8(self) -> bool:
+        """Whether the weight is several that live in FP8, each with its own scale."""
+        return len(self.parts) > 1 and isinstance(self._first_weight(), Float8Tensor)
+
+    def _by_parts(self, x: Tensor, casts: Casts, grad: bool, first: bool | None) -> tuple[Tensor, Tensor | None]:
+        """(y, bias) from one product for each part: weights that live in FP8 cannot share one without casting again."""
+        outputs, biases = [], []
+        for part in self.parts:
+            weight, bias = self._parameters[part + "weight"], self._parameters[part + "bias"]
+            added = None if self.return_bias else bias
+            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
+            biases.append(bias)
+        return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
     def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """The weight, the parameters it is made of, and the bias."""
@@ -278,16 +299,18 @@ def refusing_a_second(who: str, backward: Callable[..., tuple[Tensor | None, ...
     return refuse(*(None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
 
 
-def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region | None) -> Tensor:
     """torch's own product, in the dtype of torch.autocast where it is enabled.
 
-    Raises: UserError where dtypes differ and no autocast settles them.
+    Raises: UserError where dtypes differ and nothing settles them: an FP8 region, as torch.autocast, does.
     """
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UserError(
-            f"{module._described()}: x has dtype {x.dtype} and the weight {weight.dtype}; convert one of them, or run "
-            "under torch.autocast."
-        )
+        if region is None or not region.enabled:
+            raise UserError(
+                f"{module._described()}: x has dtype {x.dtype} and the weight {weight.dtype}; convert one of them, or "
+                "run under torch.autocast."
+            )
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return nn.functional.linear(x, weight, bias)
 
 

@@ -1,0 +1,260 @@
+"""LayerNormLinear: a norm and the linear layer after it, which in FP8 are one: the norm's output exists in FP8 only.
+
+    y = norm(x + residual) · Wᵀ + b
+
+Backward keeps the normalised input, the statistics of its rows, and the operands of products in FP8; the transpose of
+the norm's output, which the weight's gradient needs, is made when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep.fp8.casting import Casts, Norm
+from fusestep.nn.fp8_module import Initialiser, activation_dtype, plain_apply
+from fusestep.nn.fused_norm import Normalization, NormedModule
+from fusestep.nn.linear import (
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    Linear,
+    forward_product,
+    input_gradient,
+    refusing_a_second,
+    shaped,
+    weight_gradient,
+)
+from fusestep.ops.norm_ops import run_backward
+from fusestep.ops.quantize import transpose_bytes
+from fusestep.ops.quantized import Quantized
+
+
+class LayerNormLinear(Linear, NormedModule):
+    """LayerNorm or RMSNorm, then Linear.
+
+    Args:
+        in_features, out_features, bias, device, dtype, init_method, return_bias, parameters_split, name: as of Linear.
+        eps: added to the variance, in units of x².
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: keep the norm's weight as its difference from 1.
+        return_layernorm_output: return the norm's output too.
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only), `weight`, `bias`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps: float = 1e-5,
+        normalization: Normalization = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        init_method: Initialiser | None = None,
+        return_bias: bool = False,
+        parameters_split: Mapping[str, int] | Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            device,
+            dtype,
+            init_method=init_method,
+            return_bias=return_bias,
+            parameters_split=parameters_split,
+            name=name,
+        )
+        self.return_layernorm_output = return_layernorm_output
+        self._register_norm(in_features, eps, normalization, zero_centered_gamma, device, dtype)
+        self._reset_norm()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, and forget all scales."""
+        self._reset_norm()
+        self._reset_linear()
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
+        """Normalise and multiply.
+
+        Args:
+            x: (…, in_features); any strides, zero rows too.
+            is_first_microbatch: as of Linear.
+            residual: of x's shape, added to x before the norm.
+        Returns: y (…, out_features), or a tuple of it and, in this order, what was asked for: the bias (return_bias),
+            the norm's output (return_layernorm_output), x + residual (where a residual is given).
+        Raises: UserError for features, dtypes or devices that do not fit.
+        """
+        region = self._region_of_call()
+        self._check_input(x, self.in_features, region)
+        self._check_residual(x, residual)
+        total = normed = None
+        if region is None or not region.enabled or not x.numel():
+            weight, _, bias = self._weight_and_bias()
+            normed, total = self._normalised(x, residual)
+            y = self._in_high_precision(normed, weight, None if self.return_bias else bias, region)
+        else:
+            grad = torch.is_grad_enabled()
+            casts = self._casts_of(region, records=grad and self.training)
+            if self._is_split_in_fp8():
+                normed, total = self._normalised(x, residual)
+                y, bias = self._by_parts(normed, casts, grad, is_first_microbatch)
+            else:
+                weight, sources, bias = self._weight_and_bias()
+                added = None if self.return_bias else bias
+                settings = (self.eps, self.centred, self.return_layernorm_output)
+                call = (self, casts, sources, grad, is_first_microbatch, settings)
+                y, total, normed = _apply(x, residual, *self._norm_parameters(), weight, added, call)
+        if not (self.return_bias or self.return_layernorm_output or residual is not None):
+            return y
+        results = [y]
+        if self.return_bias:
+            results.append(bias)
+        if self.return_layernorm_output:
+            results.append(normed)
+        if residual is not None:
+            results.append(total)
+        return tuple(results)
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    """(y, x + residual or None, norm or None); `call` is as of _Linear, and (eps, centred, whether to give the norm)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        module, casts, sources, grad, first, (eps, centred, keep_output) = call
+        *norm_needed, weight_needed, _, _ = ctx.needs_input_grad
+        through = grad and any(norm_needed)
+        dtype = activation_dtype(x)
+        norm = Norm(norm_weight, norm_bias, eps, centred)
+        normed = casts.norm(x, residual, norm, INPUT, grad and weight_needed, dtype, keep_output)
+        quantized = normed.quantized
+        quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, through, first)
+        y = forward_product(casts, quantized, quantized_weight, bias, dtype)
+        if grad:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(
+                x if residual is None else normed.total,
+                normed.statistics,
+                norm_weight,
+                norm_bias,
+                *kept_for_weight(quantized, weight_needed),
+                quantized_weight.transposed if through else None,
+                quantized_weight.transposed_scale_inv if through else None,
+            )
+            ctx.casts, ctx.centred, ctx.is_transposed = casts, centred, quantized.transposed is not None
+            ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype, weight.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
+        return shaped(y, x), normed.total, normed.output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            return refusing_a_second("LayerNormLinear", _LayerNormLinear._gradients, ctx, dy, dtotal, dnormed)
+        return _LayerNormLinear._gradients(ctx, dy, dtotal, dnormed)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, statistics, norm_weight, norm_bias, kept, scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
+        *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        dtype, x_dtype, residual_dtype, weight_dtype = ctx.dtypes
+        casts: Casts = ctx.casts
+        dn = dweight = dbias = None
+        through = any(norm_needed)
+        if dy is not None:
+            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            width = x.shape[-1]
+            if through or weight_needed:
+                q, dbias = casts.gradient(rows, GRADIENT, through, weight_needed, bias_needed)
+                if through:
+                    dn = input_gradient(casts, q, weight_transposed, weight_scale_inv, width, dtype).view(x.shape)
+                if weight_needed:
+                    transposed = kept if ctx.is_transposed else transpose_bytes(kept)
+                    dweight = weight_gradient(casts, q, transposed, scale_inv, width, weight_dtype)
+            elif bias_needed:
+                dbias = rows.sum(0, dtype=torch.float32)
+            if dbias is not None and dbias.dtype is not ctx.bias_dtype:
+                dbias = dbias.to(ctx.bias_dtype)
+        gradients = norm_gradients(
+            dn,
+            dtotal,
+            dnormed,
+            x,
+            statistics,
+            norm_weight,
+            norm_bias,
+            ctx.centred,
+            norm_needed,
+            x_dtype,
+            residual_dtype,
+        )
+        return *gradients, dweight, dbias, None
+
+
+_apply = plain_apply(_LayerNormLinear)
+
+
+def kept_for_weight(quantized: Quantized, is_needed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What of a norm's output backward keeps for the weight's gradient: the transpose, or the data to make it of."""
+    if not is_needed:
+        return None, None
+    if quantized.transposed is not None:
+        return quantized.transposed, quantized.transposed_scale_inv
+    return quantized.data, quantized.scale_inv
+
+
+def norm_gradients(
+    dn: Tensor | None,
+    dtotal: Tensor | None,
+    dnormed: Tensor | None,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    centred: bool,
+    needed: list[bool],
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the residual, the norm's weight and bias.
+
+    Args:
+        dn, dnormed: gradients of the norm's output, by way of the product and as it was returned.
+        dtotal: the gradient of x + residual as it was returned.
+        x: what was normalised. needed: which of the four are.
+    """
+    if dnormed is not None:
+        dn = dnormed if dn is None else dn + dnormed
+    x_needed, residual_needed, weight_needed, bias_needed = needed
+    dx, dweight, dbias = dtotal, None, None
+    if dn is not None and any(needed):
+        width = x.shape[-1]
+        dx, dweight, dbias = run_backward(
+            dn, dtotal, x, statistics, weight, bias, width, centred, False, x.dtype, weight_needed, bias_needed
+        )
+    dresidual = dx if residual_needed else None
+    if dx is not None and dx.dtype is not x_dtype:
+        dx = dx.to(x_dtype)
+    if dresidual is not None and dresidual.dtype is not residual_dtype:
+        dresidual = dresidual.to(residual_dtype)
+    return dx if x_needed else None, dresidual, dweight, dbias

@@ -1,0 +1,298 @@
+"""LayerNormMLP: a norm, a linear layer, an activation and another linear layer.
+
+    y = act(norm(x + residual) · W₁ᵀ + b₁) · W₂ᵀ + b₂
+
+In FP8 the norm and the activation, and backward the activation's gradient, are cast in the pass that computes them:
+neither the norm's output nor the activation exists in high precision. Backward keeps the normalised input, the
+statistics of its rows, h = the first product, and the operands of products in FP8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.dispatch import Choice
+from fusestep.errors import UserError
+from fusestep.fp8.casting import Casts, Norm
+from fusestep.fp8.context import Region
+from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
+from fusestep.nn.fused_norm import Normalization, NormedModule
+from fusestep.nn.layer_norm_linear import kept_for_weight, norm_gradients
+from fusestep.nn.linear import (
+    forward_product,
+    input_gradient,
+    plain_linear,
+    refusing_a_second,
+    shaped,
+    weight_gradient,
+)
+from fusestep.ops.activation import activation as activate
+from fusestep.ops.activation import is_gated
+from fusestep.ops.quantize import transpose_bytes
+
+FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT, FC1_GRADIENT, FC2_GRADIENT = range(6)
+
+
+class LayerNormMLP(NormedModule):
+    """LayerNorm or RMSNorm, then an MLP of two linear layers.
+
+    Args:
+        hidden_size: features of input and output.
+        ffn_hidden_size: features between the layers.
+        bias: whether both layers have one.
+        device, dtype, name: as of Linear.
+        eps: added to the variance, in units of x².
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: one of fusestep.ops.activation.ACTIVATIONS; a gated one makes the first layer twice as wide.
+        zero_centered_gamma: keep the norm's weight as its difference from 1.
+        return_layernorm_output: return the norm's output too.
+        init_method, output_layer_init_method: fill the first and second weight in place; None: N(0, 0.023).
+        return_bias: do not add the second layer's bias but return it too.
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only), `fc1_weight`, `fc1_bias`, `fc2_weight`,
+    `fc2_bias`.
+    """
+
+    SLOTS = ("fc1_input", "fc1_weight", "fc2_input", "fc2_weight", "grad_fc1_output", "grad_fc2_output")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps: float = 1e-5,
+        normalization: Normalization = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        init_method: Initialiser | None = None,
+        output_layer_init_method: Initialiser | None = None,
+        return_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        for what, size in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"LayerNormMLP: {what} is {size!r}; pass an integer of at least 1.")
+        self.hidden_size, self.ffn_hidden_size, self.activation, self.has_bias = (
+            hidden_size,
+            ffn_hidden_size,
+            activation,
+            bias,
+        )
+        self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        fc1_features = ffn_hidden_size * (2 if is_gated(activation) else 1)
+        self._register_norm(hidden_size, eps, normalization, zero_centered_gamma, device, dtype)
+        self.fc1_weight = nn.Parameter(torch.empty(fc1_features, hidden_size, device=device, dtype=dtype))
+        self._register_bias("fc1_bias", fc1_features, device, dtype)
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, device=device, dtype=dtype))
+        self._register_bias("fc2_bias", hidden_size, device, dtype)
+        self.reset_parameters()
+
+    def _register_bias(self, name: str, features: int, device: Any, dtype: torch.dtype | None) -> None:
+        bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if self.has_bias else None
+        self.register_parameter(name, bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, and forget all scales."""
+        self._reset_norm()
+        initialise(self.fc1_weight, self.init_method)
+        initialise(self.fc2_weight, self.output_layer_init_method)
+        for bias in (self.fc1_bias, self.fc2_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        self._reset_fp8()
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
+        """Normalise and run the MLP.
+
+        Args:
+            x: (…, hidden_size); any strides, zero rows too.
+            is_first_microbatch: as of Linear.
+            residual: of x's shape, added to x before the norm.
+        Returns: y (…, hidden_size), or a tuple of it and, in this order, what was asked for: the second bias
+            (return_bias), the norm's output (return_layernorm_output), x + residual (where a residual is given).
+        Raises: UserError for features, dtypes or devices that do not fit.
+        """
+        region = self._region_of_call()
+        self._check_input(x, self.hidden_size, region)
+        self._check_residual(x, residual)
+        if region is None or not region.enabled or not x.numel():
+            y, total, normed = self._in_high_precision(x, residual, region)
+        else:
+            parameters: dict[str, Any] = self._parameters
+            grad = torch.is_grad_enabled()
+            casts = self._casts_of(region, records=grad and self.training)
+            settings = (self.eps, self.centred, self.activation, self.return_layernorm_output)
+            y, total, normed = _apply(
+                x,
+                residual,
+                *self._norm_parameters(),
+                parameters["fc1_weight"],
+                parameters["fc1_bias"],
+                parameters["fc2_weight"],
+                None if self.return_bias else parameters["fc2_bias"],
+                (self, casts, grad, is_first_microbatch, settings),
+            )
+        if not (self.return_bias or self.return_layernorm_output or residual is not None):
+            return y
+        results = [y]
+        if self.return_bias:
+            results.append(self.fc2_bias)
+        if self.return_layernorm_output:
+            results.append(normed)
+        if residual is not None:
+            results.append(total)
+        return tuple(results)
+
+    def _in_high_precision(
+        self, x: Tensor, residual: Tensor | None, region: Region | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        normed, total = self._normalised(x, residual)
+        h = plain_linear(self, normed, self.fc1_weight, self.fc1_bias, region)
+        a = activate(h, self.activation)
+        y = plain_linear(self, a, self.fc2_weight, None if self.return_bias else self.fc2_bias, region)
+        cast = (normed, self.fc1_weight, a, self.fc2_weight)
+        for index, operand in zip((FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT), cast, strict=True):
+            self._calibrate(region, index, operand)
+        self._calibrate_gradient(region, FC1_GRADIENT, h)
+        self._calibrate_gradient(region, FC2_GRADIENT, y)
+        return y, total, normed
+
+    def _first_weight(self) -> Tensor:
+        parameters: dict[str, Any] = self._parameters
+        weight: Tensor = parameters["fc1_weight"]
+        return weight
+
+    def implementation(self) -> Choice:
+        """What products run as on the device of the parameters, and why."""
+        return self._product_choice()
+
+    def extra_repr(self) -> str:
+        named = "" if self.name is None else f", name={self.name!r}"
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.has_bias}, "
+            f"normalization={self.normalization!r}, activation={self.activation!r}{named}"
+        )
+
+
+class _LayerNormMLP(torch.autograd.Function):
+    """(y, x + residual or None, norm or None); `call` is (module, casts, whether gradients are enabled, whether this is
+    the first micro-batch, (eps, centred, activation, whether to give the norm))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor | None,
+        call: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        module, casts, grad, first, (eps, centred, activation, keep_output) = call
+        *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, _, _ = ctx.needs_input_grad
+        through_fc1 = grad and any(norm_needed)
+        through_fc2 = through_fc1 or (grad and (fc1_needed or fc1_bias_needed))
+        dtype = activation_dtype(x)
+        norm = Norm(norm_weight, norm_bias, eps, centred)
+        normed = casts.norm(x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output)
+        n = normed.quantized
+        w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, through_fc1, first)
+        h = forward_product(casts, n, w1, fc1_bias, dtype)
+        a = casts.activation(h, activation, FC2_INPUT, grad and fc2_needed)
+        w2 = module._quantized_weight(fc2_weight, (fc2_weight,), FC2_WEIGHT, casts, through_fc2, first)
+        y = forward_product(casts, a, w2, fc2_bias, dtype)
+        if grad:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(
+                x if residual is None else normed.total,
+                normed.statistics,
+                norm_weight,
+                norm_bias,
+                *kept_for_weight(n, fc1_needed),
+                w1.transposed if through_fc1 else None,
+                w1.transposed_scale_inv if through_fc1 else None,
+                h if through_fc2 else None,
+                a.transposed,
+                a.transposed_scale_inv,
+                w2.transposed if through_fc2 else None,
+                w2.transposed_scale_inv if through_fc2 else None,
+            )
+            ctx.casts, ctx.centred, ctx.activation = casts, centred, activation
+            ctx.is_transposed, ctx.ffn = n.transposed is not None, fc2_weight.shape[1]
+            ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype
+            ctx.parameter_dtypes = [
+                None if p is None else p.dtype for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+            ]
+        return shaped(y, x), normed.total, normed.output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            return refusing_a_second("LayerNormMLP", _LayerNormMLP._gradients, ctx, dy, dtotal, dnormed)
+        return _LayerNormMLP._gradients(ctx, dy, dtotal, dnormed)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, statistics, norm_weight, norm_bias, n, n_scale_inv, *operands = ctx.saved_tensors
+        w1, w1_scale_inv, h, a, a_scale_inv, w2, w2_scale_inv = operands
+        *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, fc2_bias_needed, _ = ctx.needs_input_grad
+        through_fc1 = any(norm_needed)
+        through_fc2 = through_fc1 or fc1_needed or fc1_bias_needed
+        dtype, x_dtype, residual_dtype = ctx.dtypes
+        fc1_dtype, fc1_bias_dtype, fc2_dtype, fc2_bias_dtype = ctx.parameter_dtypes
+        casts: Casts = ctx.casts
+        dn = dfc1 = dfc1_bias = dfc2 = dfc2_bias = None
+        if dy is not None:
+            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            if through_fc2 or fc2_needed:
+                q, dfc2_bias = casts.gradient(rows, FC2_GRADIENT, through_fc2, fc2_needed, fc2_bias_needed)
+                if fc2_needed:
+                    dfc2 = weight_gradient(casts, q, a, a_scale_inv, ctx.ffn, fc2_dtype)
+            elif fc2_bias_needed:
+                dfc2_bias = rows.sum(0, dtype=torch.float32)
+            if through_fc2:
+                da = input_gradient(casts, q, w2, w2_scale_inv, ctx.ffn, dtype)
+                dh, dfc1_bias = casts.activation_gradient(
+                    da, h, ctx.activation, FC1_GRADIENT, through_fc1, fc1_needed, fc1_bias_needed
+                )
+                del da
+                if through_fc1:
+                    dn = input_gradient(casts, dh, w1, w1_scale_inv, x.shape[-1], dtype).view(x.shape)
+                if fc1_needed:
+                    transposed = n if ctx.is_transposed else transpose_bytes(n)
+                    dfc1 = weight_gradient(casts, dh, transposed, n_scale_inv, x.shape[-1], fc1_dtype)
+            if dfc1_bias is not None and dfc1_bias.dtype is not fc1_bias_dtype:
+                dfc1_bias = dfc1_bias.to(fc1_bias_dtype)
+            if dfc2_bias is not None and dfc2_bias.dtype is not fc2_bias_dtype:
+                dfc2_bias = dfc2_bias.to(fc2_bias_dtype)
+        gradients = norm_gradients(
+            dn,
+            dtotal,
+            dnormed,
+            x,
+            statistics,
+            norm_weight,
+            norm_bias,
+            ctx.centred,
+            norm_needed,
+            x_dtype,
+            residual_dtype,
+        )
+        return *gradients, dfc1, dfc1_bias, dfc2, dfc2_bias, None
+
+
+_apply = plain_apply(_LayerNormMLP)
