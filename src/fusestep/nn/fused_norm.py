@@ -23,6 +23,7 @@ class NormedModule(FP8Module):
     eps: float
     normalization: Normalization
     zero_centered_gamma: bool
+    layer_norm_bias: nn.Parameter | None
 
     def _register_norm(
         self,

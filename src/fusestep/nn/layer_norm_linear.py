@@ -116,7 +116,7 @@ class LayerNormLinear(Linear, NormedModule):
                 y, total, normed = _apply(x, residual, *self._norm_parameters(), weight, added, call)
         if not (self.return_bias or self.return_layernorm_output or residual is not None):
             return y
-        results = [y]
+        results: list[Any] = [y]
         if self.return_bias:
             results.append(bias)
         if self.return_layernorm_output:
@@ -127,7 +127,7 @@ class LayerNormLinear(Linear, NormedModule):
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """(y, x + residual or None, norm or None); `call` is as of _Linear, and (eps, centred, whether to give the norm)."""
+    """(y, x + residual or None, norm or None); `call` is that of _Linear and (eps, centred, whether to give the norm)."""
 
     @staticmethod
     def forward(

@@ -58,6 +58,9 @@ class LayerNormMLP(NormedModule):
 
     SLOTS = ("fc1_input", "fc1_weight", "fc2_input", "fc2_weight", "grad_fc1_output", "grad_fc2_output")
 
+    fc1_bias: nn.Parameter | None
+    fc2_bias: nn.Parameter | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -143,7 +146,7 @@ class LayerNormMLP(NormedModule):
             )
         if not (self.return_bias or self.return_layernorm_output or residual is not None):
             return y
-        results = [y]
+        results: list[Any] = [y]
         if self.return_bias:
             results.append(self.fc2_bias)
         if self.return_layernorm_output:

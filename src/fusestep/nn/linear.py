@@ -129,7 +129,8 @@ class Linear(FP8Module):
 
     def _by_parts(self, x: Tensor, casts: Casts, grad: bool, first: bool | None) -> tuple[Tensor, Tensor | None]:
         """(y, bias) from one product for each part: weights that live in FP8 cannot share one without casting again."""
-        outputs, biases = [], []
+        outputs: list[Tensor] = []
+        biases: list[Any] = []
         for part in self.parts:
             weight, bias = self._parameters[part + "weight"], self._parameters[part + "bias"]
             added = None if self.return_bias else bias
@@ -287,7 +288,9 @@ def shaped(y: Tensor, x: Tensor) -> Tensor:
     return result
 
 
-def refusing_a_second(who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Tensor) -> Any:
+def refusing_a_second(
+    who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Tensor | None
+) -> Any:
     """The gradients of a backward with create_graph=True, such that differentiating them again raises."""
     with torch.no_grad():
         gradients = backward(ctx, *dy)
