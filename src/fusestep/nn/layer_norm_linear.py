@@ -75,7 +75,11 @@ class LayerNormLinear(Linear, NormedModule):
             name=name,
         )
         self.return_layernorm_output = return_layernorm_output
+        products = list(self._parameters)
         self._register_norm(in_features, eps, normalization, zero_centered_gamma, device, dtype)
+        # The norm's parameters come first, as in a state dict of Transformer Engine; optimizers go by this order.
+        for parameter in products:
+            self._parameters[parameter] = self._parameters.pop(parameter)
         self._reset_norm()
 
     def reset_parameters(self) -> None:
