@@ -5,14 +5,20 @@ from fusestep.nn.attention import DotProductAttention
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
 from fusestep.nn.linear import Linear
-from fusestep.nn.normalization import FusedLayerNorm, FusedRMSNorm
+from fusestep.nn.multihead_attention import MultiheadAttention
+from fusestep.nn.normalization import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
+from fusestep.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
     "functional",
 ]

@@ -1,8 +1,13 @@
-"""FusedLayerNorm and FusedRMSNorm: nn.LayerNorm and nn.RMSNorm with the same arguments and state, in fused kernels."""
+"""FusedLayerNorm and FusedRMSNorm: nn.LayerNorm and nn.RMSNorm with the same arguments and state, in fused kernels.
+
+LayerNorm and RMSNorm are the same with Transformer Engine's habits: weights around zero, a residual, and an input that
+is cast to the weight's dtype.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,3 +104,90 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", memory_efficient=True" if self.memory_efficient else "")
+
+
+class LayerNorm(FusedLayerNorm):
+    """FusedLayerNorm as Transformer Engine has it: the input is cast to the weight's dtype.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as of nn.LayerNorm.
+        zero_centered_gamma: the weight starts at 0 and 1 + weight multiplies, so that weight decay pulls towards 1.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.zero_centered_gamma = zero_centered_gamma
+        _centre(self.weight, zero_centered_gamma)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _centre(self.weight, getattr(self, "zero_centered_gamma", False))
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:  # noqa: A002 (nn.LayerNorm's name)
+        """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, input + residual)."""
+        x, total = _cast(input, self.weight), _cast(residual, self.weight)
+        weight = _scale(self.weight, self.zero_centered_gamma)
+        return normalise(True, "LayerNorm", x, self.normalized_shape, weight, self.bias, self.eps, total, False)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+
+class RMSNorm(FusedRMSNorm):
+    """FusedRMSNorm as Transformer Engine has it: the input is cast to the weight's dtype, and eps is 1e-5.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as of nn.RMSNorm.
+        zero_centered_gamma: the weight starts at 0 and 1 + weight multiplies, so that weight decay pulls towards 1.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.zero_centered_gamma = zero_centered_gamma
+        _centre(self.weight, zero_centered_gamma)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _centre(self.weight, getattr(self, "zero_centered_gamma", False))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, x + residual)."""
+        x, total = _cast(x, self.weight), _cast(residual, self.weight)
+        weight = _scale(self.weight, self.zero_centered_gamma)
+        return normalise(False, "RMSNorm", x, self.normalized_shape, weight, None, self.eps, total, False)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
+
+
+def _centre(weight: Tensor | None, zero_centred: bool) -> None:
+    if zero_centred and weight is not None:
+        nn.init.zeros_(weight)
+
+
+def _scale(weight: Tensor | None, zero_centred: bool) -> Tensor | None:
+    """What multiplies: in fp32 where 1 is added, since a narrow dtype has no digits left for a small weight then."""
+    return 1.0 + weight.float() if zero_centred and weight is not None else weight
+
+
+def _cast(x: Any, weight: Tensor | None) -> Any:
+    return x if x is None or weight is None or x.dtype is weight.dtype else x.to(weight.dtype)
