@@ -41,6 +41,8 @@ def fp8_support(index: int, scaling: Scaling = "tensor") -> Support:
     told = fp8_by_capability(hardware.devices()[index], torch.version.cuda, scaling)
     if not told.ok:
         return told
+    if scaling == "mx":
+        return Support(False, f"{told.reason}, but products of MXFP8 are emulated on every device so far")
     with hardware.probing(index):
         try:
             # Ones on both sides: every element of the product is the inner dimension.

@@ -2,8 +2,8 @@
 
     data = cast(clamp(x · scale)),   read as data · scale_inv
 
-A block is (1, 128) for activations and gradients, (128, 128) for weights, or (1, 32) of MXFP8. With the format's largest
-value 448 (E4M3) or 57344 (E5M2) and the block's amax = max |x|:
+A block is (1, 128) for activations and gradients, (128, 128) for weights, or (1, 32) of MXFP8. With the largest value
+of the format, 448 (E4M3) or 57344 (E5M2), and the block's amax = max |x|:
 
     (1, 128), (128, 128)    scale = min(largest / amax, 2^126), rounded down to a power of two unless fp32 scales are
                             asked for; 1 where amax is zero or not finite; scale_inv = 1 / scale
@@ -28,15 +28,22 @@ documentation, "1D and 2D block scaling".
 
 from __future__ import annotations
 
-from typing import Literal, cast
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusestep import dispatch, hardware, precision
 from fusestep.errors import UserError
+from fusestep.ops.block_scaling_kernel import TILE, constants, prepare, quantize_blocks_kernel
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
+from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 
 Block = tuple[int, int]
 
@@ -61,41 +68,115 @@ def unwritten_scales(rows: int, columns: int, block: Block, device: torch.device
     return torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=dtype, device=device)
 
 
+#: (data, scales, transposed, its scales, column sums); empty where they are not wanted.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 def _unwritten(
     x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, column_sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(data, scales, transposed, its scales, column sums), not yet written; empty where they are not wanted."""
+) -> Outputs:
+    """What is returned, not yet written: for the kernel, and for tracing."""
     rows, columns = x.shape
-    nothing = x.new_empty(0, dtype=torch.float32)
 
-    def form(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def form(is_wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        if not is_wanted:
+            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
         data = torch.empty(padded(rows), padded(columns), dtype=dtype, device=x.device)
         return data, unwritten_scales(rows, columns, block, x.device)
 
-    return (
-        *(form(rows, columns) if rowwise else (nothing, nothing)),
-        *(form(columns, rows) if columnwise else (nothing, nothing)),
-        x.new_empty(columns, dtype=torch.float32) if column_sums else nothing,
-    )
+    sums = x.new_empty(columns if column_sums else 0, dtype=torch.float32)
+    return (*form(rowwise, rows, columns), *form(columnwise, columns, rows), sums)
 
 
-def run_reference(
+def _reference(
     x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, power_of_two: bool, column_sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Outputs:
     """What the kernel computes, in plain PyTorch."""
+    x = x.detach()
     outputs = _unwritten(x, dtype, block, rowwise, columnwise, column_sums)
-    for wanted, source, data, scales in (
-        (rowwise, x, outputs[0], outputs[1]),
-        (columnwise, x.t(), outputs[2], outputs[3]),
-    ):
-        if wanted:
-            shapes = (cast("tuple[int, int]", tuple(t.shape)) for t in (data, scales))
-            q, scale_inv = quantize_blocks_reference(source, dtype, block, *shapes, power_of_two)
+    for is_wanted, source, data, scales in ((rowwise, x, *outputs[:2]), (columnwise, x.t(), *outputs[2:4])):
+        if is_wanted:
+            q, scale_inv = quantize_blocks_reference(source, dtype, block, data.shape, scales.shape, power_of_two)
             data.copy_(q)
             scales.copy_(scale_inv)
     if column_sums:
-        torch.sum(x, dim=0, dtype=torch.float32, out=outputs[4])
+        outputs[4].copy_(x.sum(0, dtype=torch.float32))
     return outputs
+
+
+#: By device, layouts and options; emptied where it would hold more than MOST, since shapes may never repeat.
+_launches: dict[tuple[Any, ...], PreparedLaunch] = {}
+MOST = 4096
+
+
+@functools.cache
+def _unsupported(device: torch.device) -> str | None:
+    """Why the kernel cannot run on a device that runs others of ours, or None."""
+    if device.type != "cuda" or hardware.devices()[device.index].capability >= precision.FP8_CAPABILITY:
+        return None
+    return f"Triton casts to FP8 from compute capability {hardware.dotted(precision.FP8_CAPABILITY)} on"
+
+
+def run_quantize_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Sequence[int],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    column_sums: bool,
+) -> Outputs:
+    """What the op does: through the kernel where it runs, else the reference."""
+    rows, columns = x.shape
+    height, width = block
+    options = (dtype, (height, width), rowwise, columnwise)
+    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device, _unsupported(x.device)):
+        return _reference(x, *options, power_of_two, column_sums)
+    if x.stride(1) != 1 and columns != 1:
+        x = x.contiguous()
+    data, scales, transposed, transposed_scales, sums = _unwritten(x, *options, column_sums)
+    partial_sums = None
+    if column_sums:
+        partial_sums = torch.empty(-(-rows // TILE), columns, dtype=torch.float32, device=x.device)
+    key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, column_sums)
+    launch = _launches.get(key)
+    if launch is None:
+        if len(_launches) >= MOST:
+            _launches.clear()
+        sizes = ((rows, columns), x.stride(0), (padded(rows), padded(columns)))
+        launch = _launches[key] = prepare(x.device, *sizes, dtype, (height, width), power_of_two)
+    launch(
+        x,
+        data.view(torch.uint8) if rowwise else None,
+        scales if rowwise else None,
+        transposed.view(torch.uint8) if columnwise else None,
+        transposed_scales if columnwise else None,
+        partial_sums,
+    )
+    if partial_sums is not None:
+        torch.sum(partial_sums, 0, out=sums)
+    return data, scales, transposed, transposed_scales, sums
+
+
+def _fake(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Sequence[int],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,  # noqa: ARG001
+    column_sums: bool,
+) -> Outputs:
+    height, width = block
+    return _unwritten(x, dtype, (height, width), rowwise, columnwise, column_sums)
+
+
+quantize_blocks_op = define(
+    "quantize_blocks(Tensor x, ScalarType dtype, int[] block, bool rowwise, bool columnwise, bool power_of_two, "
+    "bool column_sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    run_quantize_blocks,
+    _fake,
+)
 
 
 def quantize_blocks(
@@ -108,39 +189,110 @@ def quantize_blocks(
     power_of_two: bool = True,
     column_sums: bool = False,
 ) -> tuple[Quantized, Tensor | None]:
-    """Quantise a matrix by blocks; see the head of this file.
+    """Quantise a matrix by blocks; see the head of this file. No gradient flows through it.
 
     Args:
-        x: (rows, columns); fp32, bf16 or fp16; any strides.
+        x: (rows, columns) fp32, bf16 or fp16; copied if its last stride is not 1.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block: (1, 128), (128, 128) or (1, 32).
-        rowwise, columnwise: which forms are wanted: `data`, `transposed`.
+        rowwise, columnwise: which of data and transposed are wanted.
         power_of_two: round scales down to powers of two, so that scaling loses no bit; (1, 32) always does.
-        column_sums: also sum x over its rows, in fp32, in the same order every time: a bias's gradient.
-    Returns: the quantised matrix, and the (columns,) sums or None.
-    Raises: UserError.
+        column_sums: also return the fp32 sums over the rows of x, (columns,), in the same order every time.
+
+    Returns: the quantised matrix and the sums, None where they were not asked for.
+    Raises: UserError, before anything is written, for shapes and dtypes that do not fit.
     """
-    _check(x, dtype, block)
-    outputs = run_reference(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
+    _check(x, dtype, block, rowwise or columnwise)
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if not is_watched and (type(x) is Tensor or type(x) is torch.nn.Parameter):
+        outputs = run_quantize_blocks(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
+    else:
+        outputs = quantize_blocks_op(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
     data, scales, transposed, transposed_scales, sums = outputs
     rows, columns = x.shape
     quantized = Quantized(
-        shape=(rows, columns),
-        data=data if rowwise else None,
-        transposed=transposed if columnwise else None,
-        scale_inv=scales,
-        transposed_scale_inv=transposed_scales,
-        block=block,
+        (rows, columns),
+        data if rowwise else None,
+        transposed if columnwise else None,
+        scales,
+        transposed_scales,
+        block,
     )
     return quantized, sums if column_sums else None
 
 
-def _check(x: Tensor, dtype: torch.dtype, block: Block) -> None:
+def _check(x: Tensor, dtype: torch.dtype, block: Block, anything: bool) -> None:
+    """One sentence for what cannot be quantised."""
+    if x.dim() == 2 and x.dtype in KERNEL_DTYPES and dtype in FORMATS and block in BLOCKS and anything:
+        return
     if x.dim() != 2:
         raise UserError(f"quantize_blocks: x has shape {tuple(x.shape)}; pass a matrix, (rows, columns).")
     if x.dtype not in KERNEL_DTYPES:
         raise UserError(f"quantize_blocks: x is {dtype_name(x.dtype)}; pass float32, bfloat16 or float16.")
     if dtype not in FORMATS:
-        raise UserError(f"quantize_blocks: dtype is {dtype_name(dtype)}; pass float8_e4m3fn or float8_e5m2.")
+        raise UserError(f"quantize_blocks: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
     if block not in BLOCKS:
         raise UserError(f"quantize_blocks: block is {block!r}; pass (1, 128), (128, 128) or (1, 32).")
+    raise UserError("quantize_blocks: neither data nor its transpose is wanted; pass rowwise=True or columnwise=True.")
+
+
+# For the doctor and the checks
+
+
+def prove(device: torch.device) -> list[Proof]:
+    """Bytes and scales of every kind of block against the reference, of fresh random inputs: none may differ."""
+    proofs = []
+    for block, dtype, power_of_two in itertools.product(BLOCKS, FORMATS, (True, False)):
+        if block == (1, 32) and not power_of_two:
+            continue
+        x = torch.randn(141, 203, device=device).mul_(torch.randn(141, 1, device=device).exp_()).to(torch.bfloat16)
+        options = (x, dtype, block, True, True, power_of_two, True)
+        found, true = run_quantize_blocks(*options), _reference(*options)
+        differing = sum(
+            float((one.view(torch.uint8) != other.view(torch.uint8)).sum())
+            if one.element_size() == 1
+            else float((one != other).sum())
+            for one, other in zip(found[:4], true[:4], strict=True)
+        )
+        name = f"{block[0]} × {block[1]}, {dtype_name(dtype)}{'' if power_of_two else ', fp32 scales'}"
+        proofs.append(Proof(f"bytes and scales, {name}", differing, 0.0))
+        proofs.append(Proof(f"column sums, {name}", relative_error(found[4], true[4]), 1e-5))
+    return proofs
+
+
+def compilations() -> Iterator[Compilation]:
+    """The launches of the recipes: activations, gradients with a bias, weights; both forms, which hold the most."""
+    for label, element, dtype, block, power_of_two, has_sums in (
+        ("activations", "bf16", torch.float8_e4m3fn, (1, 128), True, False),
+        ("gradients, bias", "bf16", torch.float8_e5m2, (1, 128), True, True),
+        ("activations, fp32 scales", "fp32", torch.float8_e4m3fn, (1, 128), False, False),
+        ("weights", "fp32", torch.float8_e4m3fn, (128, 128), True, False),
+        ("MXFP8 gradients, bias", "bf16", torch.float8_e4m3fn, (1, 32), True, True),
+    ):
+        scales = "*u8" if block[1] == 32 else "*fp32"
+        pointers = {
+            "x_ptr": f"*{element}",
+            "data_ptr": "*u8",
+            "scales_ptr": scales,
+            "transposed_ptr": "*u8",
+            "transposed_scales_ptr": scales,
+        }
+        numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")
+        constexprs = constants(dtype, block, power_of_two, hardware_cast=True)
+        warps = constexprs.pop("num_warps")
+        if has_sums:
+            pointers["sums_ptr"] = "*fp32"
+        else:
+            constexprs["sums_ptr"] = None
+        yield Compilation(
+            quantize_blocks_kernel,
+            label,
+            pointers | numbers | dict.fromkeys(constexprs, "constexpr"),
+            constexprs,
+            warps,
+            divisible_by_16=frozenset(pointers) | {"columns", "row_stride", "padded_rows", "padded_columns"},
+            minimum_capability=89,
+        )
+
+
+catalogue(Op("block_scaling", "cast to FP8 with a scale for each block", prove, compilations))

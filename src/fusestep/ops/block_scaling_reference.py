@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fusestep.ops.quantized import exponent_value
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
 #: Both formats' NaN as the hardware writes it; a software cast would keep its sign.
@@ -21,8 +22,8 @@ def quantize_blocks_reference(
     x: Tensor,
     dtype: torch.dtype,
     block: tuple[int, int],
-    data_shape: tuple[int, int],
-    scales_shape: tuple[int, int],
+    data_shape: torch.Size,
+    scales_shape: torch.Size,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor]:
     """(data, inverse scales) of x (rows, columns) by blocks along its rows; the transposed result is that of x.t().
@@ -68,18 +69,3 @@ def microscale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     exponent = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     exponent = exponent.masked_fill(amax.isinf(), 254).masked_fill(amax.isnan(), 255)
     return exponent_value(254 - exponent), exponent.to(torch.uint8)
-
-
-def exponent_value(exponents: Tensor) -> Tensor:
-    """2^(e − 127) in fp32, of integers −1 to 255: below the normal numbers at 0, NaN at 255 and at −1."""
-    exponents = exponents.to(torch.int32)
-    bits = (exponents << 23).masked_fill(exponents == 0, 0x400000)
-    return bits.masked_fill((exponents == 255) | (exponents < 0), 0x7FC00000).view(torch.float32)
-
-
-def dequantize_blocks(data: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """data · inverse scale of its block, in fp32: (rows, columns) of the stored data, padding included."""
-    height, width = block
-    scales = exponent_value(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
-    wide = scales.repeat_interleave(width, 1)[:, : data.shape[1]]
-    return data.float() * wide.repeat_interleave(height, 0)[: data.shape[0]]

@@ -61,18 +61,27 @@ class Quantized:
         """The values, (rows, columns), formed in fp32 and rounded once to dtype."""
         rows, columns = self.shape
         if self.data is not None:
-            return _values(self.data, self.scale_inv, self.block, rows, columns).to(dtype)
-        return _values(self._any(), self.transposed_scale_inv, self.block, columns, rows).t().contiguous().to(dtype)
+            return values(self.data, self.scale_inv, self.block, rows, columns).to(dtype)
+        return values(self._any(), self.transposed_scale_inv, self.block, columns, rows).t().contiguous().to(dtype)
 
 
-def _values(data: Tensor, scale_inv: Tensor, block: tuple[int, int] | None, rows: int, columns: int) -> Tensor:
+def values(data: Tensor, scale_inv: Tensor, block: tuple[int, int] | None, rows: int, columns: int) -> Tensor:
     """fp32 values of padded FP8 data whose scales are for blocks of `block`."""
-    values = data[:rows, :columns].float()
+    found = data[:rows, :columns].float()
     if block is None:
-        return values * scale_inv
+        return found * scale_inv
     if scale_inv.dtype is torch.uint8:
-        # Not through exp2, which is not exact everywhere, and not by shifting into an exponent, which misses 2^-127.
-        scale_inv = torch.ldexp(torch.ones((), device=data.device), scale_inv.int() - 127)
+        scale_inv = exponent_value(scale_inv)
     height, width = block
     scale_inv = scale_inv.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-    return values * scale_inv
+    return found * scale_inv
+
+
+def exponent_value(exponents: Tensor) -> Tensor:
+    """2^(e − 127) in fp32 of E8M0 exponents, 0 to 255 of any integer dtype: NaN of 255, and of −1.
+
+    Built from bits, since exp2 is not exact everywhere; 2^-127 lies below fp32's normal numbers.
+    """
+    exponents = exponents.to(torch.int32)
+    bits = (exponents << 23).masked_fill(exponents == 0, 0x400000)
+    return bits.masked_fill((exponents == 255) | (exponents < 0), 0x7FC00000).view(torch.float32)

@@ -22,13 +22,21 @@ import itertools
 import torch
 from torch import Tensor
 
-from fusestep import dispatch, hardware, precision
+from fusestep import dispatch
 from fusestep.errors import UserError
+from fusestep.ops.block_product import check_blocks, multiply_blocks
+from fusestep.ops.block_scaling import Block
 from fusestep.ops.dtypes import dtype_name
+from fusestep.ops.exact_product import exact_product
 from fusestep.ops.quantized import PAD, padded
 from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
 
+#: Rows and columns that share a scale in a and in b.
+Blocks = tuple[Block, Block]
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: What hardware multiplies: all but E5M2 by E5M2.
+PAIRS = frozenset((a, b) for a in FP8 for b in FP8 if (a, b) != (torch.float8_e5m2, torch.float8_e5m2))
 OUTPUTS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -50,12 +58,14 @@ def scaled_mm(
 
     Args:
         a: (M, K) FP8, b: (N, K) FP8, contiguous, sizes multiples of 16; not both in E5M2.
-        a_scale_inv, b_scale_inv: what values are multiplied by when they are read, fp32 of one element each.
+        a_scale_inv, b_scale_inv: what values are multiplied by when they are read: fp32 of one element each, or one
+            for each block, as quantize_blocks gives them.
         rows, columns: how much of the product is meant: M and N before they were padded.
         out_dtype: fp32, bf16 or fp16.
         bias: (columns,), or None. It is rounded to `out_dtype` first, and added before the product is rounded.
         fast_accumulation: sum at the tensor cores' own precision, which is faster on Hopper.
-        a_block, b_block: None: one scale for all of the matrix.
+        a_block, b_block: rows and columns of a block of scales; None: one scale for all of the matrix. See
+            block_product.py for which blocks can be multiplied.
 
     Returns: (rows, columns), contiguous where `columns` is a multiple of 16; else rows lie the padded size apart, on
         every device.
@@ -85,11 +95,14 @@ def run_scaled_mm(
     b_block: list[int] | tuple[int, int] | None = None,
 ) -> Tensor:
     """What the op does: check, then the device's own product or the emulated one."""
-    if a_block is not None or b_block is not None:
-        # Block-scaled products branch off here.
-        raise NotImplementedError("scaled_mm: block scales")
-    check(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias)
+    blocks = None if a_block is b_block is None else (_block(a_block), _block(b_block))
+    check(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, blocks)
     device = a.device
+    if blocks is not None:
+        if bias is not None:
+            bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
+        out = multiply_blocks(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, *blocks)
+        return sliced(out, rows, columns)
     if dispatch.multiplies_fp8("scaled_mm", device) and a.numel() and b.numel():
         return _native(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation)
     return scaled_mm_reference(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias)
@@ -112,17 +125,6 @@ def scaled_mm_reference(
     return sliced(out.to(out_dtype), rows, columns)
 
 
-def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a · bᵀ of FP8 matrices in fp32; only the order of its sums leaves the result open.
-
-    bf16 holds every value of E4M3 and E5M2, and a product of two of them takes eight bits of mantissa.
-    """
-    with torch.autocast(a.device.type, enabled=False):
-        if a.is_cuda and hardware.devices()[a.device.index].capability >= precision.BF16_CAPABILITY:
-            return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
-        return torch.mm(a.float(), b.float().t())
-
-
 def _native(
     a: Tensor,
     a_scale_inv: Tensor,
@@ -141,13 +143,25 @@ def _native(
             out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, None, None, out_dtype, fast_accumulation)
             out = sliced(out, rows, columns)
             return out.add_(bias)
-        if columns != b.shape[0]:
-            bias = torch.nn.functional.pad(bias, (0, b.shape[0] - columns))
-        if bias.dtype is not out_dtype or not bias.is_contiguous():
-            bias = bias.to(out_dtype).contiguous()
+        bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
     # By position: keywords cost the host another microsecond.
     out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, bias, None, out_dtype, fast_accumulation)
     return sliced(out, rows, columns)
+
+
+def _block(block: list[int] | tuple[int, int] | None) -> Block:
+    """A block as the op was given it; what is none fails the check of blocks."""
+    return (block[0], block[1]) if block else (0, 0)
+
+
+def _padded_bias(bias: Tensor, columns: int, padded_columns: int, dtype: torch.dtype) -> Tensor:
+    """A bias as a product's epilogue reads it: contiguous, in the product's dtype, as long as its padded rows."""
+    bias = bias.detach()
+    if columns != padded_columns:
+        bias = torch.nn.functional.pad(bias, (0, padded_columns - columns))
+    if bias.dtype is not dtype or not bias.is_contiguous():
+        bias = bias.to(dtype).contiguous()
+    return bias
 
 
 def sliced(out: Tensor, rows: int, columns: int) -> Tensor:
@@ -167,6 +181,7 @@ def check(
     columns: int,
     out_dtype: torch.dtype,
     bias: Tensor | None,
+    blocks: Blocks | None = None,
 ) -> None:
     """Refuse what FP8 hardware cannot multiply, on every device alike.
 
@@ -174,23 +189,30 @@ def check(
 
     Raises: UserError.
     """
-    device = a.device
+    device, a_shape, b_shape = a.device, a.shape, b.shape
+    # One expression, since every product passes here; what is wrong is looked for only if something is.
     if (
-        a.dim() == 2 == b.dim()
-        and a.dtype in FP8
-        and b.dtype in FP8
-        and (a.dtype is not torch.float8_e5m2 or b.dtype is not torch.float8_e5m2)
-        and a.shape == (padded(rows), b.shape[1])
-        and b.shape[0] == padded(columns)
-        and not b.shape[1] % PAD
+        len(a_shape) == 2 == len(b_shape)
+        and (a.dtype, b.dtype) in PAIRS
+        and a_shape[0] == padded(rows)
+        and b_shape[0] == padded(columns)
+        and a_shape[1] == b_shape[1]
+        and not b_shape[1] % PAD
         and a.is_contiguous()
         and b.is_contiguous()
-        and a_scale_inv.dtype is torch.float32 is b_scale_inv.dtype
-        and a_scale_inv.numel() == 1 == b_scale_inv.numel()
+        and (
+            blocks is not None
+            or (
+                a_scale_inv.dtype is torch.float32 is b_scale_inv.dtype
+                and a_scale_inv.numel() == 1 == b_scale_inv.numel()
+            )
+        )
         and out_dtype in OUTPUTS
         and b.device == device == a_scale_inv.device == b_scale_inv.device
         and (bias is None or (bias.shape == (columns,) and bias.is_floating_point() and bias.device == device))
     ):
+        if blocks is not None:
+            check_blocks(a, a_scale_inv, b, b_scale_inv, *blocks)
         return
     dispatch.one_device("scaled_mm", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
     for name, matrix, meant, size in (("a", a, "rows", rows), ("b", b, "columns", columns)):
@@ -225,7 +247,7 @@ def check(
             "float8_e4m3fn."
         )
     for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
-        if scale.dtype is not torch.float32 or scale.numel() != 1:
+        if blocks is None and (scale.dtype is not torch.float32 or scale.numel() != 1):
             raise UserError(
                 f"scaled_mm: {name} is {dtype_name(scale.dtype)} of shape {tuple(scale.shape)}; pass one float32 value."
             )
@@ -270,9 +292,7 @@ def prove(device: torch.device) -> list[Proof]:
     """Products of fresh random bytes, each pair of formats, against float64."""
     proofs = []
     for (rows, columns, inner), out_dtype in itertools.product(_SHAPES, (torch.float32, torch.bfloat16)):
-        for a_dtype, b_dtype in itertools.product(FP8, FP8):
-            if a_dtype is b_dtype is torch.float8_e5m2:
-                continue
+        for a_dtype, b_dtype in sorted(PAIRS, key=str):
             a, b = (random_operand(size, inner, dtype, device) for size, dtype in ((rows, a_dtype), (columns, b_dtype)))
             a_inv, b_inv = (torch.rand((), device=device).add_(0.5) for _ in range(2))
             bias = torch.randn(columns, device=device).mul_(4).to(out_dtype)
