@@ -18,6 +18,11 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.norm_ops import (
+    KnownBackward,
+    KnownForward,
+    keep,
+    known_backward,
+    known_forward,
     norm_backward,
     norm_forward,
     norm_forward_residual,
@@ -42,10 +47,67 @@ def _is_plain(x: Tensor) -> bool:
     return (type(x) is Tensor or type(x) is torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
 
 
+class _Call:
+    """What is known of a call from its arguments' layouts: worked out once, and looked up by every later call.
+
+    Attributes:
+        width, eps, centred, dtype: of a row, of the norm, and of y.
+        forward: how the kernel is launched; None until it was, and where the reference runs.
+        backwards: likewise, by what the forward does not tell.
+    """
+
+    __slots__ = ("backwards", "centred", "dtype", "eps", "forward", "width")
+
+    def __init__(self, width: int, eps: float, centred: bool, dtype: torch.dtype) -> None:
+        self.width, self.eps, self.centred, self.dtype = width, eps, centred, dtype
+        self.forward: KnownForward | None = None
+        self.backwards: dict[tuple[Any, ...], KnownBackward] = {}
+
+    def run_forward(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(y, x + residual or None, statistics), without the op."""
+        known = self.forward
+        if known is not None and dispatch.uses_triton(known.op, known.device):
+            return known(x, residual, weight, bias)
+        arguments = (x, residual, weight, bias, self.width, self.eps, self.centred, self.dtype)
+        result = run_forward(*arguments)
+        self.forward = known_forward(*arguments)
+        return result
+
+    def run_backward(
+        self,
+        dy: Tensor,
+        dsum: Tensor | None,
+        kept: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        from_output: bool,
+        dtype: torch.dtype,
+        weight_gradient: bool,
+        bias_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(dx, dweight, dbias), without the op; None for a gradient that is not wanted."""
+        of_sum = None if dsum is None else (dsum.stride(), dsum.dtype)
+        # Hooks on saved tensors may give back other strides.
+        key = (dy.stride(), dy.dtype, of_sum, kept.stride(), from_output, weight_gradient, bias_gradient)
+        known = self.backwards.get(key)
+        if known is not None and dispatch.uses_triton(known.op, known.device):
+            return known(dy, dsum, kept, statistics, weight, bias)
+        options = (self.width, self.centred, from_output, dtype, weight_gradient, bias_gradient)
+        arguments = (dy, dsum, kept, statistics, weight, bias, *options)
+        result = run_backward(*arguments)
+        known = known_backward(*arguments)
+        if known is not None:
+            self.backwards[key] = known
+        return result
+
+
 class _Norm(torch.autograd.Function):
     """y, or (y, x + residual), with the gradient in one kernel.
 
-    `settings` are (width, eps, centred, dtype of y, whether to keep the output for backward, whether x is plain).
+    `settings` are the call, whether to keep the output for backward, and whether x is plain.
     """
 
     @staticmethod
@@ -55,16 +117,18 @@ class _Norm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        settings: tuple[int, float, bool, torch.dtype, bool, bool],
+        settings: tuple[_Call, bool, bool],
     ) -> Any:
-        width, eps, centred, dtype, keep_output, plain = settings
+        call, keep_output, plain = settings
         if plain:
-            y, total, statistics = run_forward(x, residual, weight, bias, width, eps, centred, dtype)
+            y, total, statistics = call.run_forward(x, residual, weight, bias)
         elif residual is None:
-            y, statistics = norm_forward(x, weight, bias, width, eps, centred, dtype)
+            y, statistics = norm_forward(x, weight, bias, call.width, call.eps, call.centred, call.dtype)
             total = None
         else:
-            y, total, statistics = norm_forward_residual(x, residual, weight, bias, width, eps, centred, dtype)
+            y, total, statistics = norm_forward_residual(
+                x, residual, weight, bias, call.width, call.eps, call.centred, call.dtype
+            )
         normed = x if total is None else total
         ctx.save_for_backward(y if keep_output else normed, statistics, weight, bias)
         ctx.settings = settings
@@ -77,19 +141,22 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
         kept, statistics, weight, bias = ctx.saved_tensors
-        width, eps, centred, _, from_output, plain = ctx.settings
+        call, from_output, plain = ctx.settings
         dtype, x_dtype, residual_dtype = ctx.dtypes
         x_needed, residual_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             dx, dweight, dbias = _differentiable_backward(
-                dy, dsum, kept, weight, bias, width, eps, centred, from_output, dtype
+                dy, dsum, kept, weight, bias, call.width, call.eps, call.centred, from_output, dtype
+            )
+        elif plain and _is_plain(dy):
+            dx, dweight, dbias = call.run_backward(
+                dy, dsum, kept, statistics, weight, bias, from_output, dtype, weight_needed, bias_needed
             )
         else:
-            run = run_backward if plain and _is_plain(dy) else norm_backward
-            arguments = (dy, dsum, kept, statistics, weight, bias, width, centred, from_output, dtype)
-            dx, dweight, dbias = run(*arguments, weight_needed, bias_needed)
+            options = (call.width, call.centred, from_output, dtype, weight_needed, bias_needed)
+            dx, dweight, dbias = norm_backward(dy, dsum, kept, statistics, weight, bias, *options)
         dresidual = dx if residual_needed else None
         if dx is not None and dx.dtype != x_dtype:
             dx = dx.to(x_dtype)
@@ -190,25 +257,29 @@ def normalise(
 ) -> Any:
     """Check the arguments, choose the output's dtype, and run; see layer_norm.layer_norm and rms_norm.rms_norm."""
     shape = tuple(normalized_shape)
-    others = _described("weight", weight), _described("bias", bias), _described("residual", residual)
+    tensors = (x, residual, weight, bias)
     compiling = torch.compiler.is_compiling()
-    check = _check.__wrapped__ if compiling else _check  # dynamo warns of a cache
-    width = check(who, shape, x.shape, x.dtype, x.device, *others)
-    dtype = x.dtype if residual is None else sum_dtype(x, residual)
-    if x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
-        dtype = torch.float32
-    if eps is None:
-        eps = torch.finfo(computing_dtype(x, residual, weight, None)).eps
-    # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
-    if not compiling and torch._C._are_functorch_transforms_active():
-        if uses_triton(centred, x.device, computing_dtype(x, residual, weight, bias)):
-            dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
-        y, total, _ = forward_reference(x, residual, weight, bias, width, eps, centred, dtype)
-        return y if residual is None else (y, total)
+    if compiling:  # dynamo has no use for what is kept between calls
+        call = _checked(centred, who, shape, eps, *tensors)
+    else:
+        described = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        key = (centred, who, shape, eps, torch.is_autocast_enabled("cuda"), *described)
+        known = _calls.get(key)
+        call = keep(_calls, key, _checked(centred, who, shape, eps, *tensors)) if known is None else known
+        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+        if torch._C._are_functorch_transforms_active():
+            if uses_triton(centred, x.device, computing_dtype(*tensors)):
+                dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
+            y, total, _ = forward_reference(*tensors, call.width, call.eps, centred, call.dtype)
+            return y if residual is None else (y, total)
     keep_output = memory_efficient and torch.is_grad_enabled() and _output_suffices(x, weight, bias, centred)
-    plain = not compiling and _is_plain(x) and not _outlived(x, residual, weight, bias)
+    plain = not compiling and _is_plain(x) and not _outlived(*tensors)
     apply = _apply_plainly if plain else _Norm.apply
-    return apply(x, residual, weight, bias, (width, eps, centred, dtype, keep_output, plain))
+    return apply(*tensors, (call, keep_output, plain))
+
+
+#: By options and layouts; see `keep`.
+_calls: dict[tuple[Any, ...], _Call] = {}
 
 
 def explain(centred: bool, weight: Tensor | None, bias: Tensor | None) -> dispatch.Choice:
@@ -218,41 +289,38 @@ def explain(centred: bool, weight: Tensor | None, bias: Tensor | None) -> dispat
     return dispatch.explain_choice(op_name(centred), device.type, device.index, reason)
 
 
-@functools.lru_cache(maxsize=4096)
-def _check(
+def _checked(
+    centred: bool,
     who: str,
     shape: tuple[int, ...],
-    x_shape: torch.Size,
-    x_dtype: torch.dtype,
-    device: torch.device,
-    *others: tuple[str, torch.Size, torch.dtype, torch.device] | None,
-) -> int:
-    """The width of a row; one sentence for what cannot be normalised, before anything is written.
-
-    `others` are weight, bias and residual. Kept for each combination, since it is asked for in every call.
-    """
-    if not shape or x_shape[-len(shape) :] != shape:
-        last = f"last dimension {x_shape[-1]}" if len(shape) == 1 and x_shape else f"shape {tuple(x_shape)}"
+    eps: float | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> _Call:
+    """The call, or one sentence for what cannot be normalised, before anything is written."""
+    if not shape or x.shape[-len(shape) :] != shape:
+        last = f"last dimension {x.shape[-1]}" if len(shape) == 1 and x.shape else f"shape {tuple(x.shape)}"
         mend = f"(..., {', '.join(map(str, shape))})" if shape else "at least one dimension to normalise over"
         raise UserError(
             f"{who}: x has {last} but normalized_shape is {shape}; pass x of shape {mend}, or normalise over "
-            f"{tuple(x_shape[-len(shape) :]) if shape else 'the last dimension'}."
+            f"{tuple(x.shape[-len(shape) :]) if shape else 'the last dimension'}."
         )
-    if x_dtype not in FLOATING:
-        raise UserError(f"{who}: x has dtype {x_dtype}; pass float32, bfloat16, float16 or float64.")
-    for other in others:
+    if x.dtype not in FLOATING:
+        raise UserError(f"{who}: x has dtype {x.dtype}; pass float32, bfloat16, float16 or float64.")
+    for name, other, wanted in (("weight", weight, shape), ("bias", bias, shape), ("residual", residual, x.shape)):
         if other is None:
             continue
-        name, other_shape, dtype, other_device = other
-        wanted = x_shape if name == "residual" else shape
-        if other_shape != wanted:
-            raise UserError(f"{who}: {name} has shape {tuple(other_shape)}; pass one of shape {tuple(wanted)}.")
-        if dtype not in FLOATING:
-            raise UserError(f"{who}: {name} has dtype {dtype}; pass a floating-point tensor.")
-        if other_device != device:
-            raise UserError(f"{who}: {name} is on {other_device} and x on {device}; move them to one device.")
-    return math.prod(shape)
-
-
-def _described(name: str, tensor: Tensor | None) -> tuple[str, torch.Size, torch.dtype, torch.device] | None:
-    return None if tensor is None else (name, tensor.shape, tensor.dtype, tensor.device)
+        if other.shape != wanted:
+            raise UserError(f"{who}: {name} has shape {tuple(other.shape)}; pass one of shape {tuple(wanted)}.")
+        if other.dtype not in FLOATING:
+            raise UserError(f"{who}: {name} has dtype {other.dtype}; pass a floating-point tensor.")
+        if other.device != x.device:
+            raise UserError(f"{who}: {name} is on {other.device} and x on {x.device}; move them to one device.")
+    dtype = x.dtype if residual is None else sum_dtype(x, residual)
+    if x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32
+    if eps is None:
+        eps = torch.finfo(computing_dtype(x, residual, weight, None)).eps
+    return _Call(math.prod(shape), eps, centred, dtype)

@@ -74,27 +74,88 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
 
 
-class _Forward(NamedTuple):
+class KnownForward(NamedTuple):
     """What the kernel needs for tensors of certain layouts, beside the tensors."""
 
     op: str
+    device: torch.device
+    dtype: torch.dtype
     total: torch.dtype
     statistics: tuple[tuple[int, int], tuple[int, int]]  # size and strides
     launch: PreparedLaunch
 
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(y, x + residual or None, statistics), by the kernel."""
+        y = _unwritten_like(x, self.dtype)
+        total = None if residual is None else _unwritten_like(x, self.total)
+        statistics = torch.empty_strided(*self.statistics, dtype=torch.float32, device=self.device)
+        self.launch(x, residual, weight, bias, y, total, statistics)
+        return y, total, statistics
 
-class _Backward(NamedTuple):
+
+class KnownBackward(NamedTuple):
+    """Likewise for the gradients."""
+
     op: str
+    device: torch.device
+    dtype: torch.dtype
+    weight_gradient: bool
+    bias_gradient: bool
     launches: BackwardLaunches
 
+    def __call__(
+        self,
+        dy: Tensor,
+        dsum: Tensor | None,
+        x: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(dx, dweight, dbias), by the kernels; None for a gradient that is not wanted."""
+        dx = _unwritten_like(x, self.dtype)
+        dweight = _unwritten_like(weight, weight.dtype) if self.weight_gradient and weight is not None else None
+        dbias = _unwritten_like(bias, bias.dtype) if self.bias_gradient and bias is not None else None
+        self.launches(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias)
+        return dx, dweight, dbias
 
-#: By options and layouts; emptied where it would hold more than MOST, since shapes may never repeat.
-_forwards: dict[tuple[Any, ...], _Forward] = {}
-_backwards: dict[tuple[Any, ...], _Backward] = {}
+
+#: By options and layouts; see `keep`.
+_forwards: dict[tuple[Any, ...], KnownForward] = {}
+_backwards: dict[tuple[Any, ...], KnownBackward] = {}
 MOST = 4096
 
 
-def _layouts(*tensors: Tensor | None) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]:
+def known_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    width: int,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> KnownForward | None:
+    """How `run_forward` launches on tensors of these layouts, if it ever did."""
+    return _forwards.get((x.device, width, eps, centred, dtype, *layouts(x, residual, weight, bias)))
+
+
+def known_backward(
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *options: Any,
+) -> KnownBackward | None:
+    """How `run_backward` launches on tensors of these layouts, if it ever did; `options` as there."""
+    return _backwards.get((x.device, *options, *layouts(dy, dsum, x, statistics, weight, bias)))
+
+
+def layouts(*tensors: Tensor | None) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]:
     return [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
 
 
@@ -109,16 +170,11 @@ def run_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, x + residual or None, statistics), through the kernels or the reference."""
-    device = x.device
-    key = (device, width, eps, centred, dtype, *_layouts(x, residual, weight, bias))
+    key = (x.device, width, eps, centred, dtype, *layouts(x, residual, weight, bias))
     known = _forwards.get(key)
-    if known is None or not dispatch.uses_triton(known.op, device):
+    if known is None or not dispatch.uses_triton(known.op, known.device):
         return _first_forward(key, x, residual, weight, bias, width, eps, centred, dtype)
-    y = _unwritten_like(x, dtype)
-    total = None if residual is None else _unwritten_like(x, known.total)
-    statistics = torch.empty_strided(*known.statistics, dtype=torch.float32, device=device)
-    known.launch(x, residual, weight, bias, y, total, statistics)
-    return y, total, statistics
+    return known(x, residual, weight, bias)
 
 
 def _first_forward(
@@ -154,14 +210,17 @@ def _first_forward(
     total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
     rows, columns = x.numel() // width, statistics_columns(total_dtype, centred)
     launch = prepare_forward(x.device, rows, columns, width, x_stride, residual_stride, eps)
-    _keep(_forwards, key, _Forward(op_name(centred), total_dtype, ((rows, columns), (columns, 1)), launch))
+    statistics_layout = ((rows, columns), (columns, 1))
+    keep(_forwards, key, KnownForward(op_name(centred), x.device, dtype, total_dtype, statistics_layout, launch))
     return run_forward(x, residual, weight, bias, *options)
 
 
-def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+def keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
+    """Enter a value, which is returned, emptying a dictionary that holds MOST: shapes may never repeat."""
     if len(known) >= MOST:
         known.clear()
     known[key] = value
+    return value
 
 
 def _unwritten(
@@ -204,17 +263,12 @@ def run_backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), through the kernels or the reference; None for a gradient that is not wanted."""
-    device = x.device
     options = (width, centred, from_output, dtype, weight_gradient, bias_gradient)
-    key = (device, *options, *_layouts(dy, dsum, x, statistics, weight, bias))
+    key = (x.device, *options, *layouts(dy, dsum, x, statistics, weight, bias))
     known = _backwards.get(key)
-    if known is None or not dispatch.uses_triton(known.op, device):
+    if known is None or not dispatch.uses_triton(known.op, known.device):
         return _first_backward(key, dy, dsum, x, statistics, weight, bias, *options)
-    dx = _unwritten_like(x, dtype)
-    dweight = _unwritten_like(weight, weight.dtype) if weight_gradient and weight is not None else None
-    dbias = _unwritten_like(bias, bias.dtype) if bias_gradient and bias is not None else None
-    known.launches(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias)
-    return dx, dweight, dbias
+    return known(dy, dsum, x, statistics, weight, bias)
 
 
 def _first_backward(
@@ -268,7 +322,11 @@ def _first_backward(
         from_output,
         *(tensor is not None for tensor in wanted),
     )
-    _keep(_backwards, key, _Backward(op_name(centred), launches))
+    keep(
+        _backwards,
+        key,
+        KnownBackward(op_name(centred), x.device, dtype, weight_gradient, bias_gradient, launches),
+    )
     return run_backward(dy, dsum, x, statistics, weight, bias, *options)
 
 
