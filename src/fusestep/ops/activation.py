@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
+from fusestep.language import tl, triton
 
 #: Each activation's name, with the function of x, or of the gate a, that it is made of.
 _PLAIN = {name: name for name in ("gelu", "qgelu", "relu", "srelu", "silu")}
@@ -50,6 +51,9 @@ QUICK = 1.702
 
 #: Beyond it gelu's derivative is 0 or 1 to the last digit, and x² · x could overflow.
 FLAT = 32.0
+
+_TWICE_ROOT = tl.constexpr(2 * SQRT_2_OVER_PI)
+_CUBIC, _QUICK, _FLAT, _LIMIT = (tl.constexpr(value) for value in (CUBIC, QUICK, FLAT, LIMIT))
 
 
 def is_gated(name: str) -> bool:
@@ -135,6 +139,86 @@ def _derivative(x: Tensor, kind: str) -> Tensor:
     if kind == "srelu":
         return torch.where(x < 0, 0.0, 2.0 * x)
     return torch.where(x > 0, 1.0, torch.where(x.isnan(), x, 0.0))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)); 0 and 1 far out, without overflow."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activation_value(x, KIND: tl.constexpr):
+    """The function of x of that kind, fp32; NaN stays."""
+    if KIND == "gelu":
+        value = x * sigmoid((x + x * x * x * _CUBIC) * _TWICE_ROOT)
+    elif KIND == "qgelu":
+        value = x * sigmoid(x * _QUICK)
+    elif KIND == "silu":
+        value = x * sigmoid(x)
+    elif KIND == "sigmoid":
+        value = sigmoid(x)
+    else:
+        tl.static_assert(KIND == "relu" or KIND == "srelu", "an activation that no kernel knows")
+        value = tl.where(x < 0.0, 0.0, x)
+        if KIND == "srelu":
+            value *= value
+    return value
+
+
+@triton.jit
+def activation_derivative(x, KIND: tl.constexpr):
+    """Its derivative."""
+    if KIND == "gelu":
+        x = tl.where(x > _FLAT, _FLAT, tl.where(x < -_FLAT, -_FLAT, x))
+        squared = x * x
+        s = sigmoid((x + squared * x * _CUBIC) * _TWICE_ROOT)
+        slope = s + x * s * (1.0 - s) * ((squared * (3.0 * _CUBIC) + 1.0) * _TWICE_ROOT)
+    elif KIND == "qgelu":
+        s = sigmoid(x * _QUICK)
+        slope = s + x * _QUICK * s * (1.0 - s)
+    elif KIND == "silu":
+        s = sigmoid(x)
+        slope = s + x * s * (1.0 - s)
+    elif KIND == "sigmoid":
+        s = sigmoid(x)
+        slope = s * (1.0 - s)
+    elif KIND == "srelu":
+        slope = tl.where(x < 0.0, 0.0, 2.0 * x)
+    else:
+        tl.static_assert(KIND == "relu", "an activation that no kernel knows")
+        slope = tl.where(x > 0.0, 1.0, tl.where(x == x, 0.0, x))
+    return slope
+
+
+@triton.jit
+def _bounded(a, b):
+    """What clamped_swiglu makes of gate and value before all else; NaN stays."""
+    return tl.where(a > _LIMIT, _LIMIT, a), tl.where(b > _LIMIT, _LIMIT, tl.where(b < -_LIMIT, -_LIMIT, b))
+
+
+@triton.jit
+def gated_value(a, b, KIND: tl.constexpr):
+    """A gated activation of gate a and value b."""
+    if KIND == "clamped":
+        low, bounded = _bounded(a, b)
+        value = activation_value(low, "qgelu") * (bounded + 1.0)
+    else:
+        value = activation_value(a, KIND) * b
+    return value
+
+
+@triton.jit
+def gated_gradients(dy, a, b, KIND: tl.constexpr):
+    """The gradients of a and of b from that of a gated activation."""
+    if KIND == "clamped":
+        low, bounded = _bounded(a, b)
+        da = tl.where(a > _LIMIT, 0.0, dy * (bounded + 1.0) * activation_derivative(low, "qgelu"))
+        db = tl.where(bounded == b, dy * activation_value(low, "qgelu"), 0.0)
+    else:
+        da = dy * b * activation_derivative(a, KIND)
+        db = dy * activation_value(a, KIND)
+    return da, db
 
 
 def activation(x: Tensor, name: str) -> Tensor:

@@ -19,27 +19,51 @@ is cast, before the cast, in fp32 and in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.activation import (
     activation_backward_reference,
     activation_reference,
+    base,
     check_activation,
     is_gated,
 )
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.norm import _is_plain as is_plain
+from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize, prepare_transpose
 from fusestep.ops.quantize_reference import padded_bytes, quantize_reference
-from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.quantized import PAD, Quantized, padded
 from fusestep.ops.registry import define
+from fusestep.ops.roll_scales import SLOT
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
+#: Beyond it a margin leaves nothing of a format's range.
+LARGEST_MARGIN = 16
+
 #: What run_quantize and the raw op return: data, transposed, scale_inv and column sums.
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
+
+
+class _Plan(NamedTuple):
+    """What a cast of tensors of certain layouts needs beside them: the shapes of what it writes, and launches."""
+
+    data: tuple[int, int] | None
+    transposed: tuple[int, int] | None
+    sums: int | None
+    partials: tuple[int, int] | None
+    launches: QuantizeLaunches
+
+
+#: By options and layouts; emptied where it would hold more than MOST, since shapes may never repeat.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+MOST = 4096
 
 
 def run_quantize(
@@ -58,15 +82,94 @@ def run_quantize(
     column_sums: bool,
 ) -> _Outputs:
     """Cast x; with an activation's name, the activation of x; with h too, the gradient of h from x."""
-    if h is not None:
-        values = activation_backward_reference(x, h, activation)
-    elif activation:
-        values = activation_reference(x, activation)
+    device = x.device
+    options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, column_sums)
+    key = (*_layout(x), *_layout(h), *_layout(slots), *_layout(counts), options)
+    plan = _plans.get(key)
+    if plan is None or not dispatch.uses_triton("quantize", device):
+        return _first(key, x, h, slots, counts, options)
+    empty = torch.empty
+    data = None if plan.data is None else empty(plan.data, dtype=dtype, device=device)
+    transposed = None if plan.transposed is None else empty(plan.transposed, dtype=dtype, device=device)
+    scale_inv = empty((), dtype=torch.float32, device=device)
+    launches = plan.launches
+    launches.amax(x, h, slots)
+    if plan.sums is None:
+        launches.cast(x, h, data, transposed, scale_inv, slots, counts, None)
+        return data, transposed, scale_inv, None
+    sums = empty(plan.sums, dtype=torch.float32, device=device)
+    if plan.partials is None or launches.total is None:  # one tile of rows, whose sums are the whole
+        launches.cast(x, h, data, transposed, scale_inv, slots, counts, sums)
     else:
-        values = x
-    return quantize_reference(
-        values, slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums
+        partials = empty(plan.partials, dtype=torch.float32, device=device)
+        launches.cast(x, h, data, transposed, scale_inv, slots, counts, partials)
+        launches.total(partials, sums, None)
+    return data, transposed, scale_inv, sums
+
+
+def _layout(tensor: Tensor | None) -> tuple[Any, ...]:
+    return (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _first(
+    key: tuple[Any, ...],
+    x: Tensor,
+    h: Tensor | None,
+    slots: Tensor,
+    counts: Tensor | None,
+    options: tuple[Any, ...],
+) -> _Outputs:
+    """What needs no kernel, or copies; else get to know the call and run it again."""
+    activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, column_sums = options
+    _check(
+        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
     )
+    rows, columns = _cast_shape(x, h, activation)
+    if rows * columns == 0 or not dispatch.uses_triton("quantize", x.device):
+        with torch.no_grad():
+            if h is not None:
+                values = activation_backward_reference(x, h, activation)
+            elif activation:
+                values = activation_reference(x, activation)
+            else:
+                values = x
+            return quantize_reference(
+                *(values, slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums)
+            )
+    x_stride, h_stride = _row_stride(x), None if h is None else _row_stride(h)
+    if x_stride is None or (h is not None and h_stride is None):
+        return run_quantize(
+            x if x_stride is not None else x.contiguous(),
+            h if h is None or h_stride is not None else h.contiguous(),
+            *(activation, slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums),
+        )
+    gated = bool(activation) and is_gated(activation)
+    launches = prepare_quantize(
+        *(x.device, rows, columns // 2 if gated and h is not None else columns, x_stride, h_stride),
+        *(base(activation) if activation else "", gated, index, dtype),
+        *(columnwise, record, margin, power_of_two, column_sums),
+    )
+    if len(_plans) >= MOST:
+        _plans.clear()
+    _plans[key] = _Plan(
+        (padded(rows), padded(columns)) if rowwise else None,
+        (padded(columns), padded(rows)) if columnwise else None,
+        columns if column_sums else None,
+        launches.partials,
+        launches,
+    )
+    return run_quantize(
+        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
+    )
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """Elements from one row of a matrix to the next, or None where a row is not one run of memory."""
+    if x.shape[1] != 1 and x.stride(1) != 1:
+        return None
+    return x.shape[1] if x.shape[0] == 1 else x.stride(0)
 
 
 def _quantize(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -112,6 +215,25 @@ def _cast_shape(x: Tensor, h: Tensor | None, activation: str) -> tuple[int, int]
     return rows, columns // 2 if activation and h is None and is_gated(activation) else columns
 
 
+_transposes: dict[tuple[Any, ...], PreparedLaunch] = {}
+
+
+def run_transpose(data: Tensor) -> Tensor:
+    """The transpose of a padded FP8 matrix."""
+    device = data.device
+    key = (device, data.shape, data.dtype)
+    launch = _transposes.get(key)
+    if not dispatch.uses_triton("quantize", device) or data.numel() == 0:
+        return padded_bytes(data.view(torch.uint8).t().view(data.dtype), *reversed(data.shape))
+    if launch is None:
+        if len(_transposes) >= MOST:
+            _transposes.clear()
+        launch = _transposes[key] = prepare_transpose(device, *data.shape)
+    transposed = torch.empty((data.shape[1], data.shape[0]), dtype=data.dtype, device=device)
+    launch(data, transposed)
+    return transposed
+
+
 quantize_op = define(
     "quantize(Tensor x, Tensor? h, str activation, Tensor(a!) slots, int index, ScalarType dtype, bool rowwise, "
     "bool columnwise, bool record, int margin, bool power_of_two, Tensor(b!)? counts, bool column_sums) "
@@ -121,7 +243,7 @@ quantize_op = define(
 )
 transpose_bytes_op = define(
     "transpose_bytes(Tensor data) -> Tensor",
-    lambda data: padded_bytes(data.view(torch.uint8).t().view(data.dtype), *reversed(data.shape)),
+    run_transpose,
     lambda data: data.new_empty(data.shape[1], data.shape[0]),
 )
 
@@ -162,7 +284,7 @@ def quantize(
     Raises: UserError, before anything is written, for shapes, dtypes or devices that do not fit.
     """
     return _cast(
-        *("quantize", x, None, "", slots, index, dtype, rowwise, columnwise),
+        *(x, None, "", slots, index, dtype, rowwise, columnwise),
         *(record, margin, power_of_two, counts, column_sums),
     )
 
@@ -188,7 +310,7 @@ def quantize_activation(
         name: one of ACTIVATIONS.
     """
     quantized, _ = _cast(
-        *("quantize_activation", h, None, name, slots, index, dtype, rowwise, columnwise),
+        *(h, None, name, slots, index, dtype, rowwise, columnwise),
         *(record, margin, power_of_two, counts, False),
     )
     return quantized
@@ -217,19 +339,29 @@ def quantize_activation_backward(
         h: what the forward was given: da's shape, of a gated activation (rows, 2 · columns).
     """
     return _cast(
-        *("quantize_activation_backward", da, h, name, slots, index, dtype, rowwise, columnwise),
+        *(da, h, name, slots, index, dtype, rowwise, columnwise),
         *(record, margin, power_of_two, counts, column_sums),
     )
 
 
 def transpose_bytes(data: Tensor) -> Tensor:
-    """The transpose of a padded FP8 matrix as a new one: (R, C) to (C, R)."""
+    """The transpose of a padded FP8 matrix as a new one: (R, C) to (C, R), both multiples of 16.
+
+    Raises: UserError for another dtype, shape or layout.
+    """
+    if data.dtype not in FP8 or data.dim() != 2 or data.shape[0] % PAD or data.shape[1] % PAD:
+        raise UserError(
+            f"transpose_bytes: data are {tuple(data.shape)} {data.dtype}; pass FP8 padded to multiples of {PAD}."
+        )
+    if not data.is_contiguous():
+        raise UserError("transpose_bytes: data are not contiguous; pass what a cast returned.")
+    if not torch.compiler.is_compiling() and is_plain(data):
+        return run_transpose(data)
     transposed: Tensor = transpose_bytes_op(data)
     return transposed
 
 
 def _cast(
-    who: str,
     x: Tensor,
     h: Tensor | None,
     activation: str,
@@ -244,19 +376,20 @@ def _cast(
     counts: Tensor | None,
     column_sums: bool,
 ) -> tuple[Quantized, Tensor | None]:
-    _check(who, x, h, activation, slots, index, dtype, rowwise, columnwise, counts)
-    outputs = quantize_op(
-        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, column_sums),
-    )
-    data, transposed, scale_inv, sums = outputs
-    shape = _cast_shape(x, h, activation)
-    quantized = Quantized(shape, data if rowwise else None, transposed if columnwise else None, scale_inv, scale_inv)
-    return quantized, sums if column_sums else None
+    options = (slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums)
+    if not torch.compiler.is_compiling() and is_plain(x):
+        data, transposed, scale_inv, sums = run_quantize(x, h, activation, *options)
+    else:
+        _check(x, h, activation, *options)
+        h = None if h is None else h.detach()
+        data, transposed, scale_inv, sums = quantize_op(x.detach(), h, activation, *options)
+        data = data if rowwise else None
+        transposed = transposed if columnwise else None
+        sums = sums if column_sums else None
+    return Quantized(_cast_shape(x, h, activation), data, transposed, scale_inv, scale_inv), sums
 
 
 def _check(
-    who: str,
     x: Tensor,
     h: Tensor | None,
     activation: str,
@@ -265,13 +398,20 @@ def _check(
     dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
+    record: bool,  # noqa: ARG001
+    margin: int,
+    power_of_two: bool,  # noqa: ARG001
     counts: Tensor | None,
+    column_sums: bool,  # noqa: ARG001
 ) -> None:
     """One sentence for what cannot be cast."""
+    who = "quantize" if not activation else "quantize_activation" if h is None else "quantize_activation_backward"
     if dtype not in FP8:
         raise UserError(f"{who}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
     if not rowwise and not columnwise:
         raise UserError(f"{who}: neither data nor its transpose is wanted; pass rowwise=True or columnwise=True.")
+    if not 0 <= margin <= LARGEST_MARGIN:
+        raise UserError(f"{who}: margin is {margin}; pass an integer from 0 to {LARGEST_MARGIN}.")
     for name, matrix in (("x", x), ("h", h)):
         if matrix is None:
             continue
@@ -279,20 +419,22 @@ def _check(
             raise UserError(f"{who}: {name} has shape {tuple(matrix.shape)}; pass (rows, columns).")
         if matrix.dtype not in CASTABLE:
             raise UserError(f"{who}: {name} has dtype {matrix.dtype}; pass float32, bfloat16 or float16.")
-        if matrix.device != slots.device:
-            raise UserError(f"{who}: {name} is on {matrix.device} and slots on {slots.device}; move them to one.")
+    dispatch.one_device(who, x=x, h=h, slots=slots, counts=counts)
     if activation:
         check_activation(who, x if h is None else h, activation)
     if h is not None and (h.shape[0], h.shape[1] // (2 if is_gated(activation) else 1)) != tuple(x.shape):
-        raise UserError(f"{who}: the gradient has shape {tuple(x.shape)} and h {tuple(h.shape)}, which do not fit.")
-    if slots.dim() != 2 or slots.shape[1] != 4 or slots.dtype is not torch.float32 or not slots.is_contiguous():
-        raise UserError(f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, 4) float32.")
+        raise UserError(
+            f"{who}: da has shape {tuple(x.shape)} and h {tuple(h.shape)}; pass the gradient of {activation} of h."
+        )
+    if slots.dim() != 2 or slots.shape[1] != SLOT or slots.dtype is not torch.float32 or not slots.is_contiguous():
+        raise UserError(
+            f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, {SLOT}) torch.float32."
+        )
     if not 0 <= index < slots.shape[0]:
         raise UserError(f"{who}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
     if counts is not None and (
-        counts.shape != (slots.shape[0], 3)
-        or counts.dtype is not torch.int64
-        or counts.device != slots.device
-        or not counts.is_contiguous()
+        counts.shape != (slots.shape[0], 3) or counts.dtype is not torch.int64 or not counts.is_contiguous()
     ):
-        raise UserError(f"{who}: counts are {tuple(counts.shape)} {counts.dtype}; pass contiguous (n, 3) int64.")
+        raise UserError(
+            f"{who}: counts are {tuple(counts.shape)} {counts.dtype}; pass contiguous int64, ({slots.shape[0]}, 3)."
+        )
