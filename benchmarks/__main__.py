@@ -1,60 +1,37 @@
-"""`python -m benchmarks [adam] [norms]`: time our kernels on the GPU at hand and write results files."""
+"""`python -m benchmarks [PART…]`: measure on the GPU at hand and write results files; the parts are in PARTS."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adam, norms, timing
+from benchmarks import timing
 from fusestep import hardware
 
-PARTS = {"adam": adam.run, "norms": norms.run}
+PARTS = ("adam", "norms", "fp8", "learning")
+TEXT_COLUMNS = ("norm", "implementation", "recipe")
+
+
+def load(part: str) -> ModuleType:
+    """A part: COLUMNS and `cells(row)` for the terminal, and `run(copy rate)`, which measures the rows."""
+    return importlib.import_module(f"benchmarks.{part}")
 
 
 def show(part: str, rows: list[dict[str, Any]], copy: float) -> None:
     """Print the rows of one part as a table."""
-    table = Table(title=f"{part}: fraction of the byte floor at {copy / 1e12:.2f} TB/s (copy, read + written)")
-    if part == "adam":
-        for heading in ("parameters", "implementation", "device ms", "floor ms", "of floor", "host ms"):
-            table.add_column(heading, justify="left" if heading == "implementation" else "right")
-        for row in rows:
-            table.add_row(
-                row["set"],
-                row["implementation"],
-                f"{row['device_ms']:.3f}",
-                f"{row['floor_ms']:.3f}",
-                f"{row['of_floor']:.3f}",
-                f"{row['host_ms']:.3f}",
-            )
-    else:
-        for heading in (
-            "norm",
-            "shape",
-            "implementation",
-            "forward µs",
-            "of floor",
-            "backward µs",
-            "of floor",
-            "host µs",
-        ):
-            table.add_column(heading, justify="left" if heading in ("norm", "implementation") else "right")
-        for row in rows:
-            table.add_row(
-                row["kind"],
-                f"{row['rows']} x {row['width']}",
-                row["implementation"],
-                f"{row['forward_us']:.1f}",
-                f"{row['forward_of_floor']:.3f}",
-                f"{row['backward_us']:.1f}",
-                f"{row['backward_of_floor']:.3f}",
-                f"{row['host_us']:.1f}",
-            )
+    table = Table(title=f"{part}: the byte floor is at {copy / 1e12:.2f} TB/s (copy, read + written)")
+    for heading in load(part).COLUMNS:
+        table.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right")
+    for row in rows:
+        table.add_row(*load(part).cells(row))
     Console(width=120).print(table)
 
 
@@ -71,7 +48,7 @@ def main() -> None:
     copy = timing.copy_rate()
     gpu = re.sub(r"[^a-z0-9]+", "-", hardware.devices()[0].name.lower()).strip("-")
     for part in arguments.parts or PARTS:
-        rows = PARTS[part](copy)
+        rows = load(part).run(copy)
         show(part, rows, copy)
         timing.write_results(arguments.out / f"{datetime.date.today().isoformat()}-{gpu}-{part}.json", part, copy, rows)
 

@@ -14,6 +14,19 @@ from fusestep.optim import FusedAdam
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 MAX_NORM = 1.0
+COLUMNS = ("parameters", "implementation", "device ms", "floor ms", "of floor", "host ms")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as the terminal shows it."""
+    return [
+        row["set"],
+        row["implementation"],
+        f"{row['device_ms']:.3f}",
+        f"{row['floor_ms']:.3f}",
+        f"{row['of_floor']:.3f}",
+        f"{row['host_ms']:.3f}",
+    ]
 
 
 def gpt_shapes(width: int, layers: int, vocabulary: int, context: int) -> list[tuple[int, ...]]:
