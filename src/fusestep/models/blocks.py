@@ -3,6 +3,8 @@
     attention = proj(attend(linear_qkv(norm(x))))        x ← x + dropout(attention)
     mlp       = fc2(gelu(fc1(norm(x))))                  x ← x + dropout(mlp)
 
+The fused form is `fusestep.nn.TransformerLayer`; the plain form below is ordinary PyTorch with each step apart.
+
 GELU is the tanh form, 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), in every form of the model, as Transformer Engine's
 "gelu" is. The exact (erf) form differs from it by up to 5e-4.
 
@@ -24,6 +26,21 @@ from fusestep.ops.norm import explain
 EPSILON = 1e-5
 
 
+def fused_block(config: GPTConfig) -> fused.TransformerLayer:
+    """A block of the fused form, whose every residual add is taken in by the norm after it."""
+    return fused.TransformerLayer(
+        config.width,
+        config.ffn_width,
+        config.heads,
+        layernorm_epsilon=EPSILON,
+        hidden_dropout=config.dropout,
+        attention_dropout=config.dropout,
+        fuse_qkv_params=True,
+        # Blocks of q, k and v, as nn.MultiheadAttention has them.
+        qkv_weight_interleaved=False,
+    )
+
+
 class _WithLayerNorm(nn.Module):
     """A module that normalises its input first, and holds the norm's parameters beside its own."""
 
@@ -33,14 +50,10 @@ class _WithLayerNorm(nn.Module):
         self.layer_norm_weight = nn.Parameter(torch.empty(width))
         self.layer_norm_bias = nn.Parameter(torch.empty(width))
 
-    def normalise(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm over the last dimension of the stream, and the stream itself: x, or x + residual."""
-        weight, bias = self.layer_norm_weight, self.layer_norm_bias
-        if self.has_fused_norm and residual is not None:
-            return fused.functional.layer_norm(x, weight.shape, weight, bias, EPSILON, residual=residual)
-        stream = x if residual is None else x + residual
+    def normalise(self, x: Tensor) -> Tensor:
+        """The norm over the last dimension."""
         layer_norm = fused.functional.layer_norm if self.has_fused_norm else F.layer_norm
-        return layer_norm(stream, weight.shape, weight, bias, EPSILON), stream
+        return layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, EPSILON)
 
     def implementation(self) -> Choice:
         """What the norm runs as on the device of the parameters, and why; the products are torch's."""
@@ -57,10 +70,9 @@ class LayerNormLinear(_WithLayerNorm):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, T, in) to (B, T, out), and the stream that was normalised."""
-        y, stream = self.normalise(x, residual)
-        return F.linear(y, self.weight, self.bias), stream
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, in) to (B, T, out)."""
+        return F.linear(self.normalise(x), self.weight, self.bias)
 
 
 class SelfAttention(nn.Module):
@@ -73,9 +85,9 @@ class SelfAttention(nn.Module):
         self.layernorm_qkv = LayerNormLinear(config.width, 3 * config.width, has_fused_norm=config.has_fused_norm)
         self.proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
-        qkv, stream = self.layernorm_qkv(x, residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, W) to the branch (B, T, W), before it is added."""
+        qkv = self.layernorm_qkv(x)
         B, T, _ = qkv.shape
         q, k, v = qkv.view(B, T, 3, self.heads, self.proj.in_features // self.heads).permute(
             2, 0, 3, 1, 4
@@ -84,7 +96,7 @@ class SelfAttention(nn.Module):
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )
         branch = self.proj(attended.transpose(1, 2).flatten(2))
-        return F.dropout(branch, self.dropout, self.training), stream
+        return F.dropout(branch, self.dropout, self.training)
 
 
 class LayerNormMLP(_WithLayerNorm):
@@ -98,12 +110,11 @@ class LayerNormMLP(_WithLayerNorm):
         self.fc2_weight = nn.Parameter(torch.empty(config.width, config.ffn_width))
         self.fc2_bias = nn.Parameter(torch.empty(config.width))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(B, T, W) to the branch (B, T, W), before it is added, and the stream that it is to be added to."""
-        y, stream = self.normalise(x, residual)
-        hidden = F.gelu(F.linear(y, self.fc1_weight, self.fc1_bias), approximate="tanh")
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, W) to the branch (B, T, W), before it is added."""
+        hidden = F.gelu(F.linear(self.normalise(x), self.fc1_weight, self.fc1_bias), approximate="tanh")
         branch = F.linear(hidden, self.fc2_weight, self.fc2_bias)
-        return F.dropout(branch, self.dropout, self.training), stream
+        return F.dropout(branch, self.dropout, self.training)
 
 
 class PlainBlock(nn.Module):
@@ -116,18 +127,6 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, W) to (B, T, W)."""
-        attention, _ = self.self_attention(x)
-        x = x + attention
-        mlp, _ = self.layernorm_mlp(x)
-        out: Tensor = x + mlp
+        x = x + self.self_attention(x)
+        out: Tensor = x + self.layernorm_mlp(x)
         return out
-
-
-class FusedBlock(PlainBlock):
-    """The same block, which leaves the add of its last branch to the next norm."""
-
-    def forward(self, branch: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The stream is branch + residual; returned in the same two parts, each (B, T, W)."""
-        branch, residual = self.self_attention(branch, residual)
-        branch, residual = self.layernorm_mlp(branch, residual)
-        return branch, residual

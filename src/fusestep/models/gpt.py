@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fusestep import nn as fused
 from fusestep.errors import UserError
-from fusestep.models.blocks import EPSILON, FusedBlock, PlainBlock
+from fusestep.models.blocks import EPSILON, PlainBlock, fused_block
 from fusestep.models.config import GPTConfig
 from fusestep.models.seed import SeedBlock, causal_mask
 
-_BLOCKS: dict[str, type[nn.Module]] = {"seed": SeedBlock, "plain": PlainBlock, "fused": FusedBlock}
+_BLOCKS: dict[str, Callable[[GPTConfig], nn.Module]] = {
+    "seed": SeedBlock,
+    "plain": PlainBlock,
+    "fused": fused_block,
+}
 
 #: Standard deviation of every initial matrix, embeddings included; Transformer Engine's.
 INITIAL_STD = 0.023
@@ -23,6 +28,9 @@ INITIAL_STD = 0.023
 
 class GPT(nn.Module):
     """A causal language model in one of three forms that share state dicts (see GPTConfig).
+
+    Inside fusestep.fp8.fp8_autocast the blocks of the fused form multiply in FP8; embeddings, the final norm and the
+    head never do.
 
     Every matrix starts as N(0, 0.023²), embeddings and head too, every norm at weight 1 and bias 0, every other bias
     at 0. One seed gives the same weights in every form, on every device and, rounded, in every dtype.
@@ -90,7 +98,7 @@ class GPT(nn.Module):
         if self.config.form == "fused":
             residual = None
             for block in self.blocks:
-                x, residual = self._run(block, x, residual)
+                x, residual = self._run(block, x, residual=residual, return_residual=True)
             return fused.functional.layer_norm(
                 x, norm.normalized_shape, norm.weight, norm.bias, EPSILON, residual=residual
             )[0]
@@ -100,10 +108,10 @@ class GPT(nn.Module):
         normed: Tensor = norm(x)
         return normed
 
-    def _run(self, block: nn.Module, *inputs: Tensor | None) -> Any:
+    def _run(self, block: nn.Module, *inputs: Tensor, **options: Any) -> Any:
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
-        return block(*inputs)
+            return checkpoint(block, *inputs, use_reentrant=False, **options)
+        return block(*inputs, **options)
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
