@@ -11,17 +11,22 @@ A weight that is centred at zero is the caller's: pass weight + 1.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops.norm_ops import sum_dtype
+from fusestep.ops.dtypes import dtype_name
+from fusestep.ops.norm import _is_plain as is_plain
+from fusestep.ops.norm_ops import row_stride, sum_dtype
+from fusestep.ops.norm_quantize_kernel import Launches, compilations, prepare
 from fusestep.ops.norm_reference import forward_reference, statistics_columns
-from fusestep.ops.quantize import CASTABLE
-from fusestep.ops.quantize import _check as check_cast
+from fusestep.ops.quantize import CASTABLE, FP8
 from fusestep.ops.quantize_reference import quantize_reference
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.registry import define
+from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
 
 
 def norm_quantize_reference(
@@ -46,10 +51,31 @@ def norm_quantize_reference(
     if output is not None:
         output.copy_(y)
     data, _, scale_inv, _ = quantize_reference(
-        y.reshape(-1, width), slots, index, dtype, True, False, record, margin, power_of_two, counts, False
+        y.reshape(_rows(x), width), slots, index, dtype, True, False, record, margin, power_of_two, counts, False
     )
     assert data is not None
     return data, scale_inv, None if residual is None else total.contiguous(), statistics
+
+
+class _Known(NamedTuple):
+    """What the kernels need for tensors of certain layouts, beside the tensors."""
+
+    total: torch.dtype
+    statistics: tuple[int, int]
+    data: tuple[int, int]
+    launches: Launches
+
+
+def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+NAME = "norm_quantize"
+
+#: By options and layouts, which are checked before; emptied where it would hold more than MOST, since shapes may never
+#: repeat.
+_known: dict[tuple[Any, ...], _Known] = {}
+MOST = 4096
 
 
 def run_norm_quantize(
@@ -69,10 +95,43 @@ def run_norm_quantize(
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(data, scale_inv, x + residual or None, statistics), through the kernels or the reference."""
-    return norm_quantize_reference(
-        *(x, residual, weight, bias, eps, centred, slots, index, dtype),
-        *(record, margin, power_of_two, counts, output),
-    )
+    device = x.device
+    options = (eps, index, dtype, record, margin, power_of_two)
+    key = (x.shape, x.stride(), x.dtype, device, centred, options, *map(_layout, (residual, weight, bias)))
+    key += (_layout(slots), _layout(counts), _layout(output))
+    known = _known.get(key)
+    if known is None or not dispatch.uses_triton(NAME, device):
+        _check(x, residual, weight, bias, slots, index, dtype, counts, output)
+        if x.numel() == 0 or not dispatch.uses_triton(NAME, device):
+            return norm_quantize_reference(
+                *(x, residual, weight, bias, eps, centred, slots, index, dtype),
+                *(record, margin, power_of_two, counts, output),
+            )
+        rows, width = _rows(x), x.shape[-1]
+        x_stride = row_stride(x, width)
+        residual_stride = width if residual is None else row_stride(residual, width)
+        is_dense = all(t is None or t.is_contiguous() for t in (weight, bias))
+        if x_stride is None or residual_stride is None or not is_dense:
+            return run_norm_quantize(
+                x if x_stride is not None else x.contiguous(),
+                residual if residual is None or residual_stride is not None else residual.contiguous(),
+                None if weight is None else weight.contiguous(),
+                None if bias is None else bias.contiguous(),
+                *(eps, centred, slots, index, dtype, record, margin, power_of_two, counts, output),
+            )
+        total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
+        columns = statistics_columns(total_dtype, centred)
+        launches = prepare(device, rows, columns, width, x_stride, residual_stride, *options)
+        known = _Known(total_dtype, (rows, columns), (padded(rows), padded(width)), launches)
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = known
+    data = torch.empty(known.data, dtype=dtype, device=device)
+    scale_inv = torch.empty((), dtype=torch.float32, device=device)
+    statistics = torch.empty(known.statistics, dtype=torch.float32, device=device)
+    total = None if residual is None else torch.empty(x.shape, dtype=known.total, device=device)
+    known.launches(x, residual, weight, bias, slots, counts, data, scale_inv, output, total, statistics)
+    return data, scale_inv, total, statistics
 
 
 def _norm_quantize(
@@ -166,11 +225,13 @@ def norm_quantize(
         as `norm_backward` takes them.
     Raises: UserError, before anything is written, for shapes, dtypes or devices that do not fit.
     """
-    _check(x, residual, weight, bias, slots, index, dtype, counts, output)
-    data, scale_inv, total, statistics = norm_quantize_op(
-        *(x, residual, weight, bias, eps, centred, slots, index, dtype),
-        *(record, margin, power_of_two, counts, output),
-    )
+    arguments = (x, residual, weight, bias, eps, centred, slots, index, dtype)
+    options = (record, margin, power_of_two, counts, output)
+    if not torch.compiler.is_compiling() and is_plain(x):
+        data, scale_inv, total, statistics = run_norm_quantize(*arguments, *options)
+    else:
+        _check(x, residual, weight, bias, slots, index, dtype, counts, output)
+        data, scale_inv, total, statistics = norm_quantize_op(*arguments, *options)
     quantized = Quantized((_rows(x), x.shape[-1]), data, None, scale_inv, scale_inv)
     return quantized, None if residual is None else total, statistics
 
@@ -194,19 +255,61 @@ def _check(
     output: Tensor | None,
 ) -> None:
     """One sentence for what cannot be normalised and cast."""
-    who = "norm_quantize"
+    if dtype not in FP8:
+        raise UserError(f"{NAME}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
     if x.dim() == 0:
-        raise UserError(f"{who}: x has no dimension; pass (…, columns).")
-    check_cast(who, x.reshape(-1, x.shape[-1]), None, "", slots, index, dtype, True, False, counts)
-    for name, tensor in (("residual", residual), ("weight", weight), ("bias", bias), ("output", output)):
+        raise UserError(f"{NAME}: x has no dimension; pass (…, columns).")
+    row = x.shape[-1:]
+    for name, tensor, shape in (
+        ("x", x, x.shape),
+        ("residual", residual, x.shape),
+        ("weight", weight, row),
+        ("bias", bias, row),
+        ("output", output, x.shape),
+    ):
         if tensor is None:
             continue
-        shape = x.shape if name in ("residual", "output") else x.shape[-1:]
         if tensor.shape != shape:
-            raise UserError(f"{who}: {name} has shape {tuple(tensor.shape)}; pass one of shape {tuple(shape)}.")
+            raise UserError(f"{NAME}: {name} has shape {tuple(tensor.shape)}; pass one of shape {tuple(shape)}.")
         if tensor.dtype not in CASTABLE:
-            raise UserError(f"{who}: {name} has dtype {tensor.dtype}; pass float32, bfloat16 or float16.")
-        if tensor.device != x.device:
-            raise UserError(f"{who}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+            raise UserError(f"{NAME}: {name} has dtype {tensor.dtype}; pass float32, bfloat16 or float16.")
     if output is not None and not output.is_contiguous():
-        raise UserError(f"{who}: output is not contiguous; pass torch.empty(x.shape, …).")
+        raise UserError(f"{NAME}: output is not contiguous; pass torch.empty(x.shape, …).")
+    for name, tensor, columns, wanted in (("slots", slots, 4, torch.float32), ("counts", counts, 3, torch.int64)):
+        if tensor is not None and (
+            tensor.shape != (slots.shape[0], columns) or tensor.dtype is not wanted or not tensor.is_contiguous()
+        ):
+            raise UserError(
+                f"{NAME}: {name} are {tuple(tensor.shape)} {tensor.dtype}; pass contiguous (n, {columns}) {wanted}."
+            )
+    if not 0 <= index < slots.shape[0]:
+        raise UserError(f"{NAME}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
+    dispatch.one_device(
+        NAME, x=x, residual=residual, weight=weight, bias=bias, slots=slots, counts=counts, output=output
+    )
+
+
+EPS = 1e-5
+# A usual width, an odd one, and one that is walked in blocks; few rows, since the interpreter is slow.
+_SHAPES = (("", 9, 768), (" (odd width)", 5, 1001), (" (wide row)", 2, 33000))
+
+
+def prove(device: torch.device) -> list[Proof]:
+    """Values read back from both formats, against a norm in float64; and the amax that was recorded."""
+    proofs = []
+    for what, rows, width in _SHAPES:
+        for dtype, tolerance in ((torch.float8_e4m3fn, 0.04), (torch.float8_e5m2, 0.08)):
+            centred = dtype is torch.float8_e4m3fn
+            x, residual = (torch.randn(rows, width, device=device).add_(1.0) for _ in range(2))
+            weight = torch.rand(width, device=device).add_(0.5)
+            slots = torch.zeros(2, 4, device=device)
+            quantized, total, _ = norm_quantize(x, residual, weight, None, EPS, centred, slots, 1, dtype, record=True)
+            assert total is not None
+            y, _, _ = forward_reference(total.double(), None, weight.double(), None, width, EPS, centred, torch.float64)
+            name = f"{'LayerNorm' if centred else 'RMSNorm'} to {dtype_name(dtype)}{what}"
+            proofs.append(Proof(name, relative_error(quantized.dequantize(), y), tolerance))
+            proofs.append(Proof(f"amax, {name}", relative_error(slots[1, 1], y.abs().max()), 1e-5))
+    return proofs
+
+
+catalogue(Op(NAME, "LayerNorm and RMSNorm cast to FP8 in the same pass", prove, compilations))
