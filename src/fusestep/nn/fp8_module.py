@@ -84,6 +84,8 @@ class FP8Module(nn.Module):
         region of the forward, or on another thread: it takes the region that the module's last forward had.
         """
         region = context.current()
+        if torch.compiler.is_compiling():  # traces one forward, and computes none again
+            return region
         if torch._C._current_graph_task_id() != -1:
             return self._region if region is None else region
         if self.training:
