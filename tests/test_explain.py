@@ -130,12 +130,12 @@ def test_what_is_no_model_is_refused() -> None:
         explain("gpt2")  # type: ignore[arg-type]
 
 
-def test_our_own_model_names_every_norm() -> None:
+def test_our_own_model_names_every_norm_product_and_attention() -> None:
     config = fusestep.models.PRESETS["tiny"]
     built = fusestep.models.GPT(config)
     explanation = fusestep.explain(built)
-    norms = [m for m in explanation.modules if m.is_ours]
-    # Two norms a block and the last one.
-    assert len(norms) == 2 * config.layers + 1
-    assert {m.implementation for m in norms} == {"torch"}
-    assert all(m.is_fallback for m in norms)
+    ours = [m for m in explanation.modules if m.is_ours]
+    # A norm with its product, attention, a product, and a norm with an MLP in each block, and the last norm.
+    assert len(ours) == 4 * config.layers + 1
+    assert {m.implementation for m in ours} == {"torch"}
+    assert sum(m.is_fallback for m in ours) == 2 * config.layers + 1

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.nn.fp8_module import FP8Module
-from fusestep.ops.norm import normalise
+from fusestep.ops.norm import explain, normalise
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -64,6 +65,14 @@ class NormedModule(FP8Module):
             self.centred, type(self).__name__, x, shape, weight, bias, self.eps, residual, memory_efficient=False
         )
         return result if residual is not None else (result, None)
+
+    def _normed_choice(self) -> Choice:
+        """What the norm and the products run as: together in FP8, apart in high precision."""
+        product = self._product_choice()
+        if product.implementation != "torch":
+            return product
+        norm = explain(self.centred, self.layer_norm_weight, self.layer_norm_bias)
+        return Choice(norm.implementation, f"the norm: {norm.reason}; the product: {product.reason}", norm.is_fallback)
 
     def _check_residual(self, x: Tensor, residual: Tensor | None) -> None:
         if residual is not None and (residual.shape != x.shape or residual.device != x.device):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusestep.dispatch import Choice
 from fusestep.fp8.casting import Casts, Norm
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, plain_apply
 from fusestep.nn.fused_norm import Normalization, NormedModule
@@ -128,6 +129,10 @@ class LayerNormLinear(Linear, NormedModule):
         if residual is not None:
             results.append(total)
         return tuple(results)
+
+    def implementation(self) -> Choice:
+        """What the norm and the product run as on the device of the parameters, and why."""
+        return self._normed_choice()
 
 
 class _LayerNormLinear(torch.autograd.Function):

@@ -175,8 +175,8 @@ class LayerNormMLP(NormedModule):
         return weight
 
     def implementation(self) -> Choice:
-        """What products run as on the device of the parameters, and why."""
-        return self._product_choice()
+        """What the norm and the products run as on the device of the parameters, and why."""
+        return self._normed_choice()
 
     def extra_repr(self) -> str:
         named = "" if self.name is None else f", name={self.name!r}"
