@@ -93,18 +93,25 @@ def run_quantize(
     transposed = None if plan.transposed is None else empty(plan.transposed, dtype=dtype, device=device)
     scale_inv = empty((), dtype=torch.float32, device=device)
     launches = plan.launches
+    written = data, transposed
+    if launches.as_bytes:
+        written = _as_bytes(data), _as_bytes(transposed)
     launches.amax(x, h, slots)
     if plan.sums is None:
-        launches.cast(x, h, data, transposed, scale_inv, slots, counts, None)
+        launches.cast(x, h, *written, scale_inv, slots, counts, None)
         return data, transposed, scale_inv, None
     sums = empty(plan.sums, dtype=torch.float32, device=device)
     if plan.partials is None or launches.total is None:  # one tile of rows, whose sums are the whole
-        launches.cast(x, h, data, transposed, scale_inv, slots, counts, sums)
+        launches.cast(x, h, *written, scale_inv, slots, counts, sums)
     else:
         partials = empty(plan.partials, dtype=torch.float32, device=device)
-        launches.cast(x, h, data, transposed, scale_inv, slots, counts, partials)
+        launches.cast(x, h, *written, scale_inv, slots, counts, partials)
         launches.total(partials, sums, None)
     return data, transposed, scale_inv, sums
+
+
+def _as_bytes(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.view(torch.uint8)
 
 
 def _layout(tensor: Tensor | None) -> tuple[Any, ...]:
@@ -230,7 +237,7 @@ def run_transpose(data: Tensor) -> Tensor:
             _transposes.clear()
         launch = _transposes[key] = prepare_transpose(device, *data.shape)
     transposed = torch.empty((data.shape[1], data.shape[0]), dtype=data.dtype, device=device)
-    launch(data, transposed)
+    launch(data.view(torch.uint8), transposed.view(torch.uint8))
     return transposed
 
 

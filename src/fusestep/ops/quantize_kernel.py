@@ -20,6 +20,7 @@ from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
 from fusestep.ops.quantized import PAD, padded
 from fusestep.ops.roll_scales import LARGEST_SCALE
+from fusestep.precision import FP8_CAPABILITY
 
 #: The same bounds as in roll_scales.py: within them a scale and its inverse are both normal numbers of fp32.
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
@@ -32,6 +33,11 @@ CAST_CAPABILITY = (9, 0)
 def has_fp8_cast(device: torch.device) -> bool:
     """Whether a device rounds fp32 to FP8 itself; else kernels do it with integers, to the same bytes."""
     return not interpreted() and hardware.devices()[device.index or 0].capability >= CAST_CAPABILITY
+
+
+def has_fp8_type(device: torch.device) -> bool:
+    """Whether Triton takes pointers to E4M3 on a device."""
+    return interpreted() or hardware.devices()[device.index or 0].capability >= FP8_CAPABILITY
 
 
 @triton.jit
@@ -167,54 +173,39 @@ def _amax_kernel(
 
 
 @triton.jit
-def _cast_and_store(
-    values,
-    scale,
-    data_ptr,
-    transposed_ptr,
-    slots_ptr,
-    counts_ptr,
-    partials_ptr,
-    first_row,
-    first_column,
-    start,  # where these columns lie among those of the outputs
-    width,  # of them, how many columns are stored, padding included
-    columns,  # and without it
-    out_rows,  # of the outputs, padding included
-    out_columns,
-    sums_width,
-    index,
-    E4M3: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
-    RECORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Cast one tile, and store it both ways; raise the amax, count, and sum columns, as asked."""
-    if RECORD:
-        raise_amax(slots_ptr, index, values)
-    scaled = values * scale
-    code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-    row = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
+def _store_bytes(code, data_ptr, row, column, start, width, out_rows, out_columns):
+    """Store a tile as it is: columns up to `width` from column `start` of the output on, padding included."""
     if data_ptr is not None:
         bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        mask = (row < out_rows)[:, None] & (column < width)[None, :]
-        tl.store(bytes_ptr + row[:, None] * out_columns + (start + column)[None, :], code, mask=mask)
+        mask = (row < out_rows) & (column < width)
+        tl.store(bytes_ptr + row * out_columns + (start + column), code, mask=mask)
+
+
+@triton.jit
+def _store_transposed(packed, transposed_ptr, first_row, first_column, start, width, out_rows, PACK: tl.constexpr):
+    """Store a tile of PACK rows a word transposed."""
     if transposed_ptr is not None:
-        bytes_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        mask = (column < width)[:, None] & (row < out_rows)[None, :]
-        tl.store(bytes_ptr + (start + column)[:, None] * out_rows + row[None, :], tl.trans(code), mask=mask)
-    if partials_ptr is not None:
-        total = tl.sum(values, axis=0)
-        tl.store(partials_ptr + (first_row // ROWS) * sums_width + start + column, total, mask=column < columns)
-    if counts_ptr is not None:
-        LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
-        bits = magnitude_bits(scaled)
-        saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
-        flushed = tl.sum(((magnitude_bits(values) != 0) & ((code & 0x7F) == 0)).to(tl.int32)).to(tl.int64)
-        tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
-        tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
+        if PACK == 1:
+            words_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+            packed = packed.to(tl.uint8)
+        else:
+            words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        words = out_rows // PACK
+        word = first_row // PACK + tl.arange(0, packed.shape[0])
+        column = first_column + tl.arange(0, packed.shape[1])
+        mask = (column < width)[:, None] & (word < words)[None, :]
+        tl.store(words_ptr + (start + column)[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
+
+
+@triton.jit
+def _count(counts_ptr, index, values, scaled, code, E4M3: tl.constexpr):
+    """Count what was saturated, and what was flushed from something to zero."""
+    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
+    bits = magnitude_bits(scaled)
+    saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
+    flushed = tl.sum(((magnitude_bits(values) != 0) & ((code & 0x7F) == 0)).to(tl.int32)).to(tl.int64)
+    tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows", "index"])
@@ -241,15 +232,21 @@ def _quantize_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """One tile a program, neighbours in a row after one another."""
+    """One tile a program, neighbours in a row after one another.
+
+    A tile is read as PACK tiles of every PACK-th row, so that PACK bytes that follow one another in the transpose meet
+    in one word of one thread, and words are transposed instead of bytes.
+    """
     scale = slot_scale(slots_ptr, index, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
     HALVES: tl.constexpr = 2 if GATED and h_ptr is not None else 1
     out_rows = (tl.cast(rows, tl.int64) + 15) // 16 * 16
     sums_width = tl.cast(columns, tl.int64) * HALVES
     out_columns = (sums_width + 15) // 16 * 16
-    # The last columns that a program stores are followed by padding.
+    # The last columns of the output are followed by padding, the first of two halves by the second.
     last_width = out_columns - columns * (HALVES - 1)
+    first_width = last_width if HALVES == 1 else columns
     across = ((last_width - 1) // COLUMNS + 1).to(tl.int32)
     program = tl.program_id(0)
     if program == 0:
@@ -258,23 +255,44 @@ def _quantize_kernel(
             tl.atomic_add(counts_ptr + index * 3, rows * sums_width, sem="relaxed")
     first_row = (program // across).to(tl.int64) * ROWS
     first_column = (program % across) * COLUMNS
-    row = first_row + tl.arange(0, ROWS)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (column < columns)
-    first, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
-    first_width = last_width if HALVES == 1 else columns
-    # fmt: off
-    _cast_and_store(
-        first, scale, data_ptr, transposed_ptr, slots_ptr, counts_ptr, partials_ptr, first_row, first_column,
-        0, first_width, columns, out_rows, out_columns, sums_width, index, E4M3, HARDWARE_CAST, RECORD, ROWS, COLUMNS,
-    )
+    bits = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
+    packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
+    second_packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
+    total = tl.zeros([ROWS // PACK, COLUMNS], tl.float32)
+    second_total = tl.zeros([ROWS // PACK, COLUMNS], tl.float32)
+    for part in tl.static_range(PACK):
+        row = first_row + part + tl.arange(0, ROWS // PACK)[:, None] * PACK
+        mask = (row < rows) & (column < columns)
+        values, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
+        scaled = values * scale
+        code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+        _store_bytes(code, data_ptr, row, column, 0, first_width, out_rows, out_columns)
+        packed |= code.to(tl.int32) << (8 * part)
+        total += values
+        bits = tl.maximum(bits, magnitude_bits(values))
+        if counts_ptr is not None:
+            _count(counts_ptr, index, values, scaled, code, E4M3)
+        if HALVES == 2:
+            scaled = second * scale
+            code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+            _store_bytes(code, data_ptr, row, column, columns, last_width, out_rows, out_columns)
+            second_packed |= code.to(tl.int32) << (8 * part)
+            second_total += second
+            bits = tl.maximum(bits, magnitude_bits(second))
+            if counts_ptr is not None:
+                _count(counts_ptr, index, second, scaled, code, E4M3)
+    _store_transposed(packed, transposed_ptr, first_row, first_column, 0, first_width, out_rows, PACK)
     if HALVES == 2:
-        _cast_and_store(
-            second, scale, data_ptr, transposed_ptr, slots_ptr, counts_ptr, partials_ptr, first_row, first_column,
-            columns, last_width, columns, out_rows, out_columns, sums_width, index, E4M3, HARDWARE_CAST, RECORD,
-            ROWS, COLUMNS,
-        )
-    # fmt: on
+        _store_transposed(second_packed, transposed_ptr, first_row, first_column, columns, last_width, out_rows, PACK)
+    if RECORD:
+        raise_amax_bits(slots_ptr, index, bits)
+    if partials_ptr is not None:
+        partials_ptr += (first_row // ROWS) * sums_width
+        column = first_column + tl.arange(0, COLUMNS)
+        tl.store(partials_ptr + column, tl.sum(total, axis=0), mask=column < columns)
+        if HALVES == 2:
+            tl.store(partials_ptr + columns + column, tl.sum(second_total, axis=0), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -285,40 +303,45 @@ def _transpose_kernel(
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """One tile of bytes a program."""
+    """One tile of bytes a program, read and packed as in the cast."""
     out_rows = tl.cast(rows, tl.int64) * 16
     out_columns = tl.cast(columns, tl.int64) * 16
     across = ((out_columns - 1) // COLUMNS + 1).to(tl.int32)
     program = tl.program_id(0)
-    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = (program // across).to(tl.int64) * ROWS
+    first_column = (program % across) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)[None, :]
     bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    mask = (row < out_rows)[:, None] & (column < out_columns)[None, :]
-    code = tl.load(bytes_ptr + row[:, None] * out_columns + column[None, :], mask=mask)
-    bytes_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    mask = (column < out_columns)[:, None] & (row < out_rows)[None, :]
-    tl.store(bytes_ptr + column[:, None] * out_rows + row[None, :], tl.trans(code), mask=mask)
+    packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
+    for part in tl.static_range(PACK):
+        row = first_row + part + tl.arange(0, ROWS // PACK)[:, None] * PACK
+        mask = (row < out_rows) & (column < out_columns)
+        code = tl.load(bytes_ptr + row * out_columns + column, mask=mask, other=0)
+        packed |= code.to(tl.int32) << (8 * part)
+    _store_transposed(packed, transposed_ptr, first_row, first_column, 0, out_columns, out_rows, PACK)
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """How a kernel over tiles of `rows` × `columns` is launched."""
+    """How a kernel over tiles of `rows` × `columns` is launched; `pack` rows are transposed as one word (1 or 4)."""
 
     rows: int
     columns: int
     warps: int
+    pack: int = 1
 
 
 def quantize_launch(columnwise: bool, gradient: bool) -> TileLaunch:
     """The launch of a cast: of what is also stored transposed, and of an activation's gradient."""
     if not columnwise:
         return TileLaunch(4, 1024, 4)
-    return TileLaunch(64, 64, 4 if not gradient else 8)
+    return TileLaunch(64, 64, 4 if not gradient else 8, 4)
 
 
 def transpose_launch() -> TileLaunch:
-    return TileLaunch(64, 64, 4)
+    return TileLaunch(64, 64, 4, 4)
 
 
 def amax_launch(columns: int) -> TileLaunch:
@@ -334,10 +357,14 @@ AMAX_STAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class QuantizeLaunches:
-    """The launches of one cast: the pass that finds the amax, the cast, and where columns are summed their total."""
+    """The launches of one cast: the pass that finds the amax, the cast, and where columns are summed their total.
+
+    `as_bytes`: the cast wants its outputs as uint8, since Triton knows no FP8 on the device.
+    """
 
     amax: PreparedLaunch
     cast: PreparedLaunch
+    as_bytes: bool
     partials: tuple[int, int] | None  # rows and columns
     total: PreparedLaunch | None
 
@@ -395,10 +422,12 @@ def prepare_quantize(
         POWER_OF_TWO=power_of_two,
         ROWS=choice.rows,
         COLUMNS=choice.columns,
+        PACK=choice.pack,
         num_warps=choice.warps,
     )
+    as_bytes = not has_fp8_type(device)
     if not column_sums or down == 1:
-        return QuantizeLaunches(amax, cast, None, None)
+        return QuantizeLaunches(amax, cast, as_bytes, None, None)
     width = columns * halves
     sums = sum_columns(width)
     total = PreparedLaunch(
@@ -411,7 +440,7 @@ def prepare_quantize(
         COLUMNS=sums,
         num_warps=4,
     )
-    return QuantizeLaunches(amax, cast, (down, width), total)
+    return QuantizeLaunches(amax, cast, as_bytes, (down, width), total)
 
 
 def prepare_transpose(device: torch.device, rows: int, columns: int) -> PreparedLaunch:
@@ -425,5 +454,6 @@ def prepare_transpose(device: torch.device, rows: int, columns: int) -> Prepared
         (rows // PAD, columns // PAD),
         ROWS=choice.rows,
         COLUMNS=choice.columns,
+        PACK=choice.pack,
         num_warps=choice.warps,
     )
