@@ -197,7 +197,7 @@ def checked(state: Mapping[str, Tensor], names: tuple[str, ...]) -> tuple[Tensor
             "into the kind of module that it was saved from."
         )
     shapes = [tuple(tensor.shape) for tensor in (slots, history, rolls)]
-    if shapes != [(n, SLOT), (n, *shapes[1][1:2]), (n,)] or not history.numel():
+    if history.dim() != 2 or not history.shape[1] or shapes != [(n, SLOT), (n, history.shape[1]), (n,)]:
         raise UserError(
             f"FP8 state has the shapes {', '.join(map(str, shapes))}; wanted are slots of ({n}, {SLOT}), a history of "
             f"({n}, length) and rolls of ({n},), as a module's state dict holds them."
