@@ -39,7 +39,7 @@ from fusestep.train.config import read_config_file, settings_of
         ({"clip": -1.0}, "--clip is -1.0"),
         ({"dropout": 1.0}, "--dropout is 1.0"),
         ({"dropout": -0.1}, "--dropout is -0.1"),
-        ({"precision": "fp8"}, "--precision is 'fp8'; choose one of fp32, bf16, fp16"),
+        ({"precision": "int8"}, "--precision is 'int8'; choose one of fp32, bf16, fp16, fp8"),
         ({"weights": "bf16"}, "--weights is bf16 and --precision is fp32"),
         ({"weights": "fp16", "precision": "bf16"}, "--weights is fp16 and --precision is bf16"),
         ({"eval_every": -5}, "--eval-every is -5"),

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fusestep.fp8.recipes import AMAX_HISTORY
 from fusestep.models import PRESETS
 from fusestep.train import TrainConfig, train
 from fusestep.train.config import MODEL_FIELDS, settings_of
@@ -65,10 +66,35 @@ def command(
     ] = None,
     dropout: Annotated[float | None, _option("Dropout probability.", _DEFAULT.dropout)] = None,
     precision: Annotated[
-        str | None, _option("fp32, bf16 or fp16 (with loss scaling), by torch.amp.", _DEFAULT.precision)
+        str | None,
+        _option(
+            "fp32; bf16 or fp16 (with loss scaling), by torch.amp; fp8: bf16 with the blocks' products in FP8.",
+            _DEFAULT.precision,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, _option("How FP8 scales are chosen: delayed, current, block or mxfp8.", "delayed")
+    ] = None,
+    fp8_format: Annotated[
+        str | None,
+        _option("hybrid (E4M3, gradients in E5M2), e4m3, or auto: hybrid, and e4m3 for block and mxfp8.", "auto"),
+    ] = None,
+    amax_history: Annotated[
+        int | None, _option("Steps whose largest values delayed scaling remembers.", AMAX_HISTORY)
+    ] = None,
+    fp8_stats: Annotated[
+        bool | None,
+        typer.Option(
+            "--fp8-stats/--no-fp8-stats",
+            help="Count what delayed scaling saturates and flushes to zero, into fp8.jsonl, for fusestep inspect.",
+            show_default=False,
+        ),
     ] = None,
     weights: Annotated[
-        str | None, _option("Dtype of the weights: fp32, or that of --precision with fp32 masters.", _DEFAULT.weights)
+        str | None,
+        _option(
+            "Dtype of the weights: fp32, or that of --precision (bf16 for fp8) with fp32 masters.", _DEFAULT.weights
+        ),
     ] = None,
     eval_every: Annotated[
         int | None, _option("Steps between evaluations on held-out data; 0 for none.", _DEFAULT.eval_every)

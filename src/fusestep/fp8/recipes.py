@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -29,6 +29,13 @@ LARGEST_MARGIN = 16
 
 #: A longer history than this is a slip: it would hold a million steps.
 LONGEST_HISTORY = 2**20
+
+#: Recipes and formats by the names that command lines and configuration files use; "auto" is a recipe's own format.
+RecipeName = Literal["delayed", "current", "block", "mxfp8"]
+FormatName = Literal["auto", "hybrid", "e4m3"]
+
+#: Steps that delayed scaling remembers where a program is not told how many.
+AMAX_HISTORY = 16
 
 #: (history, slots) amaxes, oldest first, to the (slots,) amaxes that scales come from.
 AmaxAlgorithm = Callable[[Tensor], Tensor]
@@ -148,6 +155,34 @@ class MXFP8BlockScaling(Recipe):
     """A power-of-two scale (E8M0) for each 32 elements along the product's sum, for weights too."""
 
     fp8_format: Format = Format.E4M3
+
+
+def recipe_named(
+    name: RecipeName = "delayed", fp8_format: FormatName = "auto", amax_history_len: int | None = None
+) -> Recipe:
+    """The recipe that a command line names.
+
+    Args:
+        fp8_format: "auto" is the recipe's own: HYBRID for one scale a tensor, E4M3 for blocks.
+        amax_history_len: steps that delayed scaling remembers, AMAX_HISTORY if None; the others remember none.
+    Raises: UserError for a name that is none, and as DelayedScaling.
+    """
+    kinds: dict[str, type[Recipe]] = {
+        "current": Float8CurrentScaling,
+        "block": Float8BlockScaling,
+        "mxfp8": MXFP8BlockScaling,
+    }
+    for what, value, known in (("recipe", name, RecipeName), ("fp8_format", fp8_format, FormatName)):
+        if value not in get_args(known):
+            raise UserError(f"recipe_named: {what} is {value!r}; choose one of {', '.join(get_args(known))}.")
+    formats = {} if fp8_format == "auto" else {"fp8_format": Format[fp8_format.upper()]}
+    if name == "delayed":
+        return DelayedScaling(
+            amax_history_len=AMAX_HISTORY if amax_history_len is None else amax_history_len, **formats
+        )
+    if amax_history_len is not None:
+        raise UserError(f"recipe_named: {name} keeps no history of amaxes; leave amax_history_len out.")
+    return kinds[name](**formats)
 
 
 def _is_integer(value: object) -> bool:

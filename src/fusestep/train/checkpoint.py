@@ -3,7 +3,7 @@
 A run's folder has `checkpoints/step-00000100/` and so on; each is a folder of
 
     checkpoint.json     schema, step, the run's configuration, and the size and CRC-32 of the two files below
-    model.safetensors   the weights, under plain names
+    model.safetensors   the weights, under plain names, and the state of delayed FP8 scaling beside them
     state.pt            the rest of the trainer: tensors and plain values, for torch.load(weights_only=True)
 
 A checkpoint is complete or absent. It is written under a temporary name beside its final one, every file and folder
@@ -21,7 +21,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -32,7 +32,9 @@ from torch import Tensor
 
 from fusestep.durable import TEMPORARY, DurableFile, sync_folder
 from fusestep.errors import UserError
+from fusestep.fp8.state import KEYS
 from fusestep.models import GPT, GPTConfig
+from fusestep.models.config import Form
 
 #: Raised by one whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -77,6 +79,22 @@ class Checkpoint:
             return safetensors.torch.load_file(self.path / _WEIGHTS, device=str(device))
         except safetensors.SafetensorError as error:
             raise _foreign(self.path, _WEIGHTS) from error
+
+    def fp8_state(self) -> dict[str, dict[str, Tensor]]:
+        """By the path of each module that has some, the state of delayed scaling, as `fusestep.fp8.state` names it.
+
+        On the CPU; the weights are not read. Raises: DamagedCheckpointError.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        try:
+            with safetensors.safe_open(self.path / _WEIGHTS, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    module, _, key = name.rpartition(".")
+                    if key in KEYS:
+                        found.setdefault(module, {})[key] = file.get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise _foreign(self.path, _WEIGHTS) from error
+        return found
 
     def state(self) -> dict[str, Any]:
         """What the trainer saved beside the weights, on the CPU. Raises: DamagedCheckpointError."""
@@ -214,28 +232,51 @@ def find(path: str | Path) -> Checkpoint:
     return found
 
 
-def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[GPT, Checkpoint]:
+def load_model(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    form: Form | None = None,
+) -> tuple[GPT, Checkpoint]:
     """The model of a run's folder or of one checkpoint, in evaluation mode, and what the checkpoint says of it.
-
-    The model is in fp32, whatever the dtype of the saved weights.
 
     Args:
         device: where the model goes.
+        dtype: of the model, whatever that of the saved weights.
+        form: whose code the blocks are (see GPTConfig), if not the one that was trained.
 
     Raises: UserError if there is no checkpoint, or a damaged or foreign one.
     """
     found = find(path)
-    model = GPT(GPTConfig.from_dict(found.model), device=device)
+    config = GPTConfig.from_dict(found.model)
+    if form is not None:
+        config = replace(config, form=form, norm=None)
+    model = GPT(config, device=device, dtype=dtype)
     load_weights(model, found.weights(device), found.path)
     return model.eval(), found
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
+def load_weights(
+    model: torch.nn.Module, weights: Mapping[str, Tensor], origin: Path, *, with_fp8_state: bool = True
+) -> None:
     """Copy saved weights into a model, whatever wraps it.
+
+    State of delayed scaling may be missing, and goes to the modules that can have some; all else must fit.
+
+    Args:
+        with_fp8_state: False leaves the modules without any, for a run that would not keep it up to date.
 
     Raises: UserError, before anything is copied, if names or shapes are another model's.
     """
-    own = model.state_dict()
+    scaled = {plain_name(path): path for path, module in model.named_modules() if hasattr(module, "fp8_state")}
+    fp8_state = {
+        f"{scaled[path]}.{key}": value
+        for path, _, key, value in ((*name.rpartition("."), value) for name, value in weights.items())
+        if with_fp8_state and key in KEYS and path in scaled
+    }
+    weights = without_fp8_state(weights)
+    own = without_fp8_state(model.state_dict())
     names = {plain_name(name): name for name in own}
     if odd := sorted(names.keys() ^ weights.keys()):
         raise UserError(f"checkpoint {origin} is of another model: {odd[0]} is in one of them alone.")
@@ -245,7 +286,12 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], origin: 
                 f"checkpoint {origin} is of another model: {plain} is {tuple(weights[plain].shape)} there and "
                 f"{tuple(own[name].shape)} here."
             )
-    model.load_state_dict({names[plain]: value for plain, value in weights.items()})
+    model.load_state_dict({names[plain]: value for plain, value in weights.items()} | fp8_state)
+
+
+def without_fp8_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without the state of delayed scaling."""
+    return {name: value for name, value in weights.items() if name.rpartition(".")[2] not in KEYS}
 
 
 def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

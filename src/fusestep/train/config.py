@@ -10,18 +10,21 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from fusestep import hardware
 from fusestep.errors import UserError
+from fusestep.fp8.recipes import AMAX_HISTORY, LONGEST_HISTORY, FormatName, Recipe, RecipeName, recipe_named
 from fusestep.models import PRESETS, GPTConfig
 from fusestep.models.config import Form
 from fusestep.precision import BF16_CAPABILITY
 from fusestep.train import run_folder
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+WeightDtype = Literal["fp32", "bf16", "fp16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 #: Dimensions of the model that a config file's `model` table may set in place of the preset's.
@@ -30,14 +33,19 @@ MODEL_FIELDS = ("vocab_size", "width", "heads", "layers", "ffn_width", "context"
 #: Sequences in one step, and any dimension of the model; more is a slip of the keyboard.
 MAXIMUM_WINDOW = MAXIMUM_DIMENSION = 2**24
 
-#: The least compute capability that computes in a 16-bit format at speed.
+#: What only training in FP8 asks about, and of that what only delayed scaling does.
+FP8_FIELDS = ("recipe", "fp8_format", "amax_history", "fp8_stats")
+DELAYED_FIELDS = ("amax_history", "fp8_stats")
+
+#: The least compute capability that computes in a 16-bit format at speed. FP8 is emulated where a chip lacks it.
 _CAPABILITY = {"bf16": BF16_CAPABILITY, "fp16": (7, 0)}
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: What is not an FP8 product computes in bf16 under fp8.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def dtype_of(name: Precision) -> torch.dtype:
-    """The torch dtype that an option such as `--precision bf16` names."""
+    """The torch dtype that an option such as `--precision bf16` names; for fp8, that of autocast around it."""
     return _DTYPES[name]
 
 
@@ -56,6 +64,10 @@ class TrainConfig:
         lr: peak learning rate, reached after `warmup` steps, then a cosine down to a tenth at `schedule_steps`.
         schedule_steps: where the cosine ends; 0 follows `steps`.
         clip: largest global norm of the gradient; 0 does not clip.
+        precision: fp32; bf16 and fp16 by torch.amp; fp8 is bf16 with the products of the blocks in FP8.
+        recipe, fp8_format, amax_history: with precision fp8, as `fusestep.fp8.recipes.recipe_named` takes them; None
+            is delayed, auto, 16.
+        fp8_stats: under delayed scaling, count what is saturated and flushed to zero, and keep it in fp8.jsonl.
         weights: the dtype that weights are stored in; a 16-bit one keeps fp32 masters in the optimizer.
         eval_every, save_every: in steps; 0 evaluates never, saves at the end alone.
         out: the run's folder.
@@ -78,7 +90,11 @@ class TrainConfig:
     clip: float = 1.0
     dropout: float = 0.0
     precision: Precision = "fp32"
-    weights: Precision = "fp32"
+    recipe: RecipeName | None = None
+    fp8_format: FormatName | None = None
+    amax_history: int | None = None
+    fp8_stats: bool = False
+    weights: WeightDtype = "fp32"
     eval_every: int = 100
     save_every: int = 100
     activation_checkpointing: bool = False
@@ -113,11 +129,12 @@ class TrainConfig:
                 f"--warmup is {self.warmup}, longer than the schedule of {self.schedule_length} steps; "
                 f"lower it, or raise --steps or --schedule-steps."
             )
-        if self.weights not in ("fp32", self.precision):
+        if self.weights != "fp32" and dtype_of(self.weights) != dtype_of(self.precision):
             raise UserError(
                 f"--weights is {self.weights} and --precision is {self.precision}; "
-                f"weights are fp32, or of the precision that is computed in."
+                f"weights are fp32, or of the precision that is computed in (bf16 for fp8)."
             )
+        self._check_fp8()
         if not self.out or "\0" in self.out:
             raise UserError(f"--out is {self.out!r}; name a folder for the run.")
         self._check_device()
@@ -132,15 +149,27 @@ class TrainConfig:
         """Sequences in one step."""
         return self.batch * self.accumulate
 
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        """How FP8 scales are chosen; None for a run that is not in FP8."""
+        if self.precision != "fp8":
+            return None
+        return recipe_named(self.recipe or "delayed", self.fp8_format or "auto", self.amax_history)
+
     def torch_device(self) -> torch.device:
         """The device that the run uses; auto is the current CUDA device where there is one."""
         return hardware.device_named(self.device)
 
     def resolved(self) -> TrainConfig:
-        """The same run with auto's preset by its name, so that a checkpoint says what was trained."""
-        if self.preset != "auto":
-            return self
-        return dataclasses.replace(self, preset="mini" if self.torch_device().type == "cuda" else "tiny")
+        """The same run with every choice that was left open by its name, so that a checkpoint says what was trained."""
+        chosen: dict[str, Any] = {}
+        if self.preset == "auto":
+            chosen["preset"] = "mini" if self.torch_device().type == "cuda" else "tiny"
+        if self.precision == "fp8":
+            chosen |= {"recipe": self.recipe or "delayed", "fp8_format": self.fp8_format or "auto"}
+            if chosen["recipe"] == "delayed":
+                chosen["amax_history"] = AMAX_HISTORY if self.amax_history is None else self.amax_history
+        return dataclasses.replace(self, **chosen)
 
     def gpt_config(self, symbols: int) -> GPTConfig:
         """The model for data of `symbols` token ids.
@@ -157,6 +186,30 @@ class TrainConfig:
                 f"the model table sets vocab_size {wanted}, the data has {symbols} symbols; raise it or leave it out."
             )
         return dataclasses.replace(config, vocab_size=wanted, padded_from=symbols if wanted > symbols else None)
+
+    def _check_fp8(self) -> None:
+        """Refuse settings of FP8 where nothing would come of them."""
+        if self.precision != "fp8":
+            for name in FP8_FIELDS:
+                if getattr(self, name) not in (None, False):
+                    raise UserError(
+                        f"{_said(name, getattr(self, name))} and --precision is {self.precision}; pass --precision fp8 "
+                        f"with it, or leave it out."
+                    )
+            return
+        if self.form != "fused":
+            raise UserError(
+                f"--precision is fp8 and --form is {self.form}; pass --form fused, whose blocks multiply in FP8."
+            )
+        if self.recipe not in (None, "delayed"):
+            for name in DELAYED_FIELDS:
+                if getattr(self, name) not in (None, False):
+                    raise UserError(
+                        f"{_said(name, getattr(self, name))} and --recipe is {self.recipe}, which keeps no state to "
+                        f"look at; leave it out, or pass --recipe delayed."
+                    )
+        if self.amax_history is not None and not 1 <= self.amax_history <= LONGEST_HISTORY:
+            raise UserError(f"--amax-history is {self.amax_history}; pass 1 to {LONGEST_HISTORY} steps.")
 
     def _in_range(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -176,10 +229,10 @@ class TrainConfig:
 
     def _check_device(self) -> None:
         """Refuse a GPU that is not there, and a precision that the GPU has no units for."""
-        if self.device == "auto" and self.precision == "fp32":
+        if self.device == "auto" and self.precision not in _CAPABILITY:
             return  # any device will do, so none is looked for yet
         target = self.torch_device()
-        if self.precision == "fp32" or target.type == "cpu":
+        if self.precision not in _CAPABILITY or target.type == "cpu":
             return
         device = hardware.devices()[target.index]
         if device.capability < _CAPABILITY[self.precision]:
@@ -199,8 +252,17 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _said(name: str, value: object) -> str:
+    """A setting as someone made it: --fp8-stats is given, --recipe is current."""
+    return f"{option(name)} is {'given' if value is True else value}"
+
+
 def _checked(who: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`, or a sentence that says what was wanted. An int serves as a float, a bool as neither."""
+    if get_origin(kind) in (Union, UnionType):
+        if value is None:
+            return None
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise UserError(f"{who} is {value!r}; choose one of {', '.join(get_args(kind))}.")
@@ -256,4 +318,10 @@ def settings_of(given: Mapping[str, Any], *, file: str | None, resume: bool) -> 
     out = chosen.get("out", TrainConfig.out)
     saved = run_folder.read_config(Path(out))["train"]
     known = {f.name for f in fields(TrainConfig)}
-    return {**{name: value for name, value in saved.items() if name in known}, **chosen, "resume": True}
+    saved = {name: value for name, value in saved.items() if name in known}
+    # What the run said of FP8 goes when what it was said of does.
+    if chosen.get("precision", saved.get("precision")) != "fp8":
+        saved = {name: value for name, value in saved.items() if name not in FP8_FIELDS}
+    elif chosen.get("recipe", saved.get("recipe")) not in (None, "delayed"):
+        saved = {name: value for name, value in saved.items() if name not in DELAYED_FIELDS}
+    return {**saved, **chosen, "resume": True}

@@ -18,6 +18,8 @@ import torch
 from fusestep import dispatch
 from fusestep.data import Source, open_source
 from fusestep.errors import UserError
+from fusestep.fp8 import count_saturation, support
+from fusestep.fp8.casting import is_counting
 from fusestep.memory import ran_out
 from fusestep.train import checkpoint, memory
 from fusestep.train.checkpoint import Checkpoint
@@ -65,7 +67,11 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
     Raises: UserError, without touching an earlier checkpoint, for bad data, a folder that is in use, a loss that is not
         finite, memory or disk that is full, a damaged checkpoint.
     """
-    with _repeatable(config.deterministic), contextlib.closing(_Run(config, progress or Progress())) as run:
+    with (
+        _repeatable(config.deterministic),
+        _counting(config.fp8_stats),
+        contextlib.closing(_Run(config, progress or Progress())) as run,
+    ):
         try:
             with Interruption(run.interrupted) as interruption:
                 return run.go(interruption)
@@ -89,7 +95,7 @@ class _Run:
         self.last: dict[str, Any] = {}
         self.eval_loss: float | None = None
         self.saved: Path | None = None
-        self.saved_step = 0
+        self.saved_step = self.counted_step = 0
 
     def go(self, interruption: Interruption) -> TrainResult:
         config, progress = self.config, self.progress
@@ -181,6 +187,10 @@ class _Run:
             f"({config.batch} × {config.accumulate} sequences of {trainer.model.config.context}) | "
             f"precision {config.precision}{weights}"
         )
+        if trainer.fp8_recipe is not None:
+            is_native, why = support(device, trainer.fp8_recipe)
+            how = "this device's own products" if is_native else "emulated, the same numbers without the speed"
+            self.progress.say(f"FP8: {trainer.fp8_recipe} | {how}: {why}")
 
     def _contents(self, trainer: Trainer, source: Source) -> dict[str, Any]:
         """What config.json and each checkpoint say of the run."""
@@ -208,7 +218,7 @@ class _Run:
             self.folder.write(row)
             self.last = row
             if not math.isfinite(loss):
-                others = ", or pass --precision bf16" if self.config.precision == "fp16" else ""
+                others = ", or pass --precision bf16" if self.config.precision in ("fp16", "fp8") else ""
                 raise UserError(
                     f"the loss became {loss} at step {reading.step}, with learning rate {lr:.3g}; lower --lr, raise "
                     f"--warmup, or set --clip 1{others}{self._and_then()}"
@@ -216,12 +226,24 @@ class _Run:
             self.progress.update(row, memory.in_use(self.device))
 
     def _evaluate(self, trainer: Trainer) -> None:
+        self._write_fp8(trainer)
         self.eval_loss = trainer.evaluate()
         tokens = EVALUATION_BATCHES * self.config.batch * trainer.model.config.context
         self.folder.write({"step": trainer.step, "eval_loss": self.eval_loss, "eval_tokens": tokens})
         self.progress.say(f"step {trainer.step}: held-out loss {self.eval_loss:.4f}")
 
+    def _write_fp8(self, trainer: Trainer) -> None:
+        """What FP8 has seen, once at a step, where that was asked for."""
+        if not self.config.fp8_stats or self.counted_step == trainer.step:
+            return
+        self.counted_step = trainer.step
+        rows = [dataclasses.asdict(row) for row in trainer.fp8_statistics()]
+        for row in rows:
+            del row["history"]
+        self.folder.write_fp8([{"step": trainer.step, **row} for row in rows])
+
     def _save(self, trainer: Trainer, contents: dict[str, Any]) -> None:
+        self._write_fp8(trainer)
         self.folder.sync()
         self.saved = checkpoint.save(
             self.folder.path,
@@ -291,6 +313,17 @@ def _changed_sentence(what: str, was: object, now: object) -> str:
     return (
         f"{what} was {was} in the run that is to go on, and is {now} now; put it back, or start a run in another --out."
     )
+
+
+@contextlib.contextmanager
+def _counting(wanted: bool) -> Iterator[None]:
+    """Casts count what they saturate and flush to zero, for as long as the run lasts."""
+    before = is_counting()
+    count_saturation(wanted)
+    try:
+        yield
+    finally:
+        count_saturation(before)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A run's folder: config.json, metrics.jsonl and checkpoints/.
+"""A run's folder: config.json, metrics.jsonl, fp8.jsonl and checkpoints/.
 
 `metrics.jsonl` holds one JSON object a line, written whole and at once:
 
@@ -7,6 +7,12 @@
 
 `tokens` and `ms` are of this one step, `grad_norm` is taken before clipping, `skipped` counts the steps so far that the
 optimizer left out because gradients were not finite. A number that is not finite is written as null.
+
+`fp8.jsonl` is there where a run was asked for FP8 statistics: a row for each tensor that is cast, at each evaluation
+and each checkpoint. Its fractions are of the elements that were cast since the rows before.
+
+    {"step": 100, "module": "blocks.0.self_attention.proj", "tensor": "input", "format": "E4M3", "scale": 98.1,
+     "amax": 4.3, "saturated": 0.0, "flushed": 0.0012, "refused": 0}
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,7 @@ from fusestep.train import checkpoint
 #: Of config.json; raised whenever a reader of the old form would misread the new one.
 SCHEMA = 1
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG, METRICS, FP8 = "config.json", "metrics.jsonl", "fp8.jsonl"
 
 
 class RunFolder:
@@ -53,7 +59,7 @@ class RunFolder:
             self._check_new()
 
     def begin(self, contents: Mapping[str, Any], *, last_step: int) -> None:
-        """Make the folder where it is new, write config.json, and drop metrics of steps after `last_step`.
+        """Make the folder where it is new, write config.json, and drop rows of steps after `last_step`.
 
         Raises: UserError if that cannot be written; a new folder is then taken away again.
         """
@@ -62,7 +68,9 @@ class RunFolder:
             if is_new:
                 self._create()
             else:
-                self._truncate_metrics(last_step)
+                os.ftruncate(self._opened, _length_up_to(self.path / METRICS, last_step))
+                if (self.path / FP8).exists():
+                    os.truncate(self.path / FP8, _length_up_to(self.path / FP8, last_step))
                 checkpoint.remove_leftovers(self.path)
             text = json.dumps({"schema": SCHEMA, **contents}, indent=1)
             durable.write_together({self.path / CONFIG: text + "\n"})
@@ -85,6 +93,20 @@ class RunFolder:
         except OSError as error:
             raise UserError(
                 f"{self.path / METRICS} could not be written ({error.strerror}); free some space, then go on with "
+                f"--resume --out {self.path}."
+            ) from error
+
+    def write_fp8(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to fp8.jsonl, durably and at once."""
+        text = "".join(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in rows)
+        try:
+            with (self.path / FP8).open("a") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.path / FP8} could not be written ({error.strerror}); free some space, then go on with "
                 f"--resume --out {self.path}."
             ) from error
 
@@ -148,17 +170,35 @@ class RunFolder:
                 f"another process trains in {self.path}; wait for it, or choose another folder with --out."
             ) from error
 
-    def _truncate_metrics(self, last_step: int) -> None:
-        keep = 0
-        for line in (self.path / METRICS).read_bytes().splitlines(keepends=True):
-            try:
-                step = int(json.loads(line)["step"])
-            except (ValueError, LookupError, TypeError, RecursionError):
-                break  # the line that a killed process was writing
-            if step > last_step or not line.endswith(b"\n"):
-                break
-            keep += len(line)
-        os.ftruncate(self._opened, keep)
+
+def _length_up_to(path: Path, last_step: int) -> int:
+    """The bytes of a file of rows that hold the steps up to `last_step`."""
+    length = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            break  # the line that a killed process was writing
+        if step > last_step or not line.endswith(b"\n"):
+            break
+        length += len(line)
+    return length
+
+
+def read_fp8(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's fp8.jsonl, up to a line that a killed process was writing; none where there is no file."""
+    file = path / FP8
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(row, dict) or not {"step", "module", "tensor"} <= row.keys():
+            break
+        rows.append(row)
+    return rows
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from fusestep.data import Source
 from fusestep.errors import UserError
+from fusestep.fp8 import fp8_autocast
+from fusestep.fp8.statistics import TensorStatistics, collect, reset_counts
 from fusestep.models import GPT, GPTConfig
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 from fusestep.train import checkpoint
@@ -49,6 +52,7 @@ class Trainer:
         self.position = 0
         self.model = GPT(model_config, device=device, dtype=dtype_of(config.weights))
         self.model.checkpoint_blocks = config.activation_checkpointing
+        self.fp8_recipe = config.fp8_recipe
         self.lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self.schedule = Schedule(config.lr, config.warmup, config.schedule_length)
         self.optimizer = FusedAdam(
@@ -86,9 +90,11 @@ class Trainer:
         inputs, targets = self.source.batch(self.position, self.config.window, self.model.config.context)
         self.schedule.write(self.lr, self.optimizer.applied_steps)
         is_trainable = any(parameter.requires_grad for parameter in self.model.parameters())
-        loss = self.add_gradients(inputs, targets) if is_trainable else None
+        with self._fp8():  # one region a step, so that its micro-batches share their scales
+            loss = self.add_gradients(inputs, targets) if is_trainable else None
         if loss is None or not has_gradients(self.model):
             raise UserError("no trainable parameter received a gradient; unfreeze some, or check the model's forward.")
+        self._renew_scales()
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -125,12 +131,19 @@ class Trainer:
         """The mean loss per token on held-out sequences; nothing of the run's state changes."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
-        for index in range(EVALUATION_BATCHES):
-            first = index * self.config.batch
-            x, y = self.source.batch(first, self.config.batch, self.model.config.context, held_out=True)
-            total += self._loss(x, y, "mean")
+        with self._fp8():
+            for index in range(EVALUATION_BATCHES):
+                first = index * self.config.batch
+                x, y = self.source.batch(first, self.config.batch, self.model.config.context, held_out=True)
+                total += self._loss(x, y, "mean")
         self.model.train()
         return float(total / EVALUATION_BATCHES)
+
+    def fp8_statistics(self) -> list[TensorStatistics]:
+        """What delayed scaling has seen, its counts since this was last asked. Waits for the device."""
+        rows = collect(self.model)
+        reset_counts(self.model)
+        return rows
 
     def state(self) -> dict[str, Any]:
         """All but the weights, as tensors and plain values."""
@@ -146,9 +159,10 @@ class Trainer:
     def restore(self, saved: Checkpoint) -> None:
         """Continue where a checkpoint was made.
 
-        Learning rate, weight decay and clipping are the configuration's, not the checkpoint's.
+        Learning rate, weight decay, clipping, precision and recipe are the configuration's, not the checkpoint's.
         """
-        checkpoint.load_weights(self.model, saved.weights(self.device), saved.path)
+        has_history = self.fp8_recipe is not None and self.fp8_recipe.has_history
+        checkpoint.load_weights(self.model, saved.weights(self.device), saved.path, with_fp8_state=has_history)
         state = saved.state()
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
@@ -176,16 +190,31 @@ class Trainer:
 
     def _loss(self, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         inputs, targets = self._to_device(inputs), self._to_device(targets)
-        with self._autocast():
+        precision = self.config.precision
+        with torch.autocast(self.device.type, dtype_of(precision), enabled=precision != "fp32"):
             logits = self.model(inputs)
         loss: Tensor = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
         )
         return loss
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        precision = self.config.precision
-        return torch.autocast(self.device.type, dtype_of(precision), enabled=precision != "fp32")
+    @contextmanager
+    def _fp8(self) -> Iterator[None]:
+        """The region in which the model multiplies in FP8, if the run does."""
+        if self.fp8_recipe is None:
+            yield
+        else:
+            with fp8_autocast(recipe=self.fp8_recipe):
+                yield
+
+    def _renew_scales(self) -> None:
+        """Have what this step recorded enter the histories, which the beginning of a region does.
+
+        Before the optimizer's step: it casts the new weights with the new scales then, and a resumed run, whose first
+        forward casts them itself, gets the same bytes.
+        """
+        with self._fp8():
+            pass
 
     def _to_device(self, tokens: Tensor) -> Tensor:
         if self.device.type == "cpu":
