@@ -326,14 +326,18 @@ class _Rotary(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(freqs, start_positions, cu_seqlens)
         ctx.options = options
-        run = run_rotary if is_plain(t) else rotary
+        run = run_rotary if not torch.compiler.is_compiling() and is_plain(t) else rotary
         result: Tensor = run(t, freqs, start_positions, cu_seqlens, *options)
         return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         tensor_format, interleaved, inverse = ctx.options
-        dt = _Rotary.apply(dy, *ctx.saved_tensors, (tensor_format, interleaved, not inverse))
+        back = (tensor_format, interleaved, not inverse)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(dy):
+            dt = _Rotary.apply(dy, *ctx.saved_tensors, back)
+        else:
+            dt = run_rotary(dy, *ctx.saved_tensors, *back)
         return dt, None, None, None, None
 
 
