@@ -103,7 +103,9 @@ def fp8_autocast(
         raise UserError(f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling().")
     outer = _thread.region
     is_active = enabled or calibrating
-    if is_active and not _thread.depth and torch.is_grad_enabled():
+    # A region within backward belongs to a forward that is computed again, and begins no step.
+    is_forward = torch._C._current_graph_task_id() == -1
+    if is_active and not _thread.depth and is_forward and torch.is_grad_enabled():
         _thread.pending.roll()
     _thread.region = Region(enabled, recipe, calibrating, group, _thread.pending)
     _thread.depth += is_active
