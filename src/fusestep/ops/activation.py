@@ -19,13 +19,27 @@ Shazeer 2020, arXiv:2002.05202 (gated); the published gpt-oss models (clamped_sw
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.language import tl, triton
+from fusestep.ops.activation_kernel import (
+    CUBIC,
+    FLAT,
+    LIMIT,
+    QUICK,
+    SQRT_2_OVER_PI,
+    TILE,
+    _activation_kernel,
+    prepare_activation,
+)
+from fusestep.ops.norm import _is_plain as is_plain
+from fusestep.ops.norm_ops import row_stride
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 
 #: Each activation's name, with the function of x, or of the gate a, that it is made of.
 _PLAIN = {name: name for name in ("gelu", "qgelu", "relu", "srelu", "silu")}
@@ -42,18 +56,6 @@ _BASES = _PLAIN | _GATED
 
 #: The names that `activation` knows.
 ACTIVATIONS = tuple(_BASES)
-
-#: clamped_swiglu: where it clamps.
-LIMIT = 7.0
-SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-CUBIC = 0.044715
-QUICK = 1.702
-
-#: Beyond it gelu's derivative is 0 or 1 to the last digit, and x² · x could overflow.
-FLAT = 32.0
-
-_TWICE_ROOT = tl.constexpr(2 * SQRT_2_OVER_PI)
-_CUBIC, _QUICK, _FLAT, _LIMIT = (tl.constexpr(value) for value in (CUBIC, QUICK, FLAT, LIMIT))
 
 
 def is_gated(name: str) -> bool:
@@ -141,98 +143,86 @@ def _derivative(x: Tensor, kind: str) -> Tensor:
     return torch.where(x > 0, 1.0, torch.where(x.isnan(), x, 0.0))
 
 
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(−x)); 0 and 1 far out, without overflow."""
-    return 1.0 / (1.0 + tl.exp(-x))
+def run_activation(h: Tensor, dy: Tensor | None, name: str) -> Tensor:
+    """The activation of h, dtype of h; with dy, the gradient of h."""
+    gated = is_gated(name)
+    width = h.shape[-1]
+    columns = width // 2 if gated else width
+    shape = h.shape if dy is not None else (*h.shape[:-1], columns)
+    if h.numel() == 0 or not uses_triton(h):
+        out = activation_reference(h, name) if dy is None else activation_backward_reference(dy, h, name)
+        # What an op returns may not be a view.
+        return torch.empty(shape, dtype=h.dtype, device=h.device).copy_(out)
+    h_stride = row_stride(h, width)
+    dy_stride = columns if dy is None else row_stride(dy, columns)
+    if h_stride is None or dy_stride is None:
+        return run_activation(
+            h if h_stride is not None else h.contiguous(),
+            dy if dy is None or dy_stride is not None else dy.contiguous(),
+            name,
+        )
+    out = torch.empty(shape, dtype=h.dtype, device=h.device)
+    launch = prepare_activation(h.device, h.numel() // width, columns, h_stride, dy_stride, base(name), gated)
+    launch(h, dy, out)
+    return out
 
 
-@triton.jit
-def activation_value(x, KIND: tl.constexpr):
-    """The function of x of that kind, fp32; NaN stays."""
-    if KIND == "gelu":
-        value = x * sigmoid((x + x * x * x * _CUBIC) * _TWICE_ROOT)
-    elif KIND == "qgelu":
-        value = x * sigmoid(x * _QUICK)
-    elif KIND == "silu":
-        value = x * sigmoid(x)
-    elif KIND == "sigmoid":
-        value = sigmoid(x)
-    else:
-        tl.static_assert(KIND == "relu" or KIND == "srelu", "an activation that no kernel knows")
-        value = tl.where(x < 0.0, 0.0, x)
-        if KIND == "srelu":
-            value *= value
-    return value
+def uses_triton(h: Tensor) -> bool:
+    unsupported = "the kernel computes in fp32, not fp64" if h.dtype is torch.float64 else None
+    return dispatch.uses_triton("activation", h.device, unsupported)
 
 
-@triton.jit
-def activation_derivative(x, KIND: tl.constexpr):
-    """Its derivative."""
-    if KIND == "gelu":
-        x = tl.where(x > _FLAT, _FLAT, tl.where(x < -_FLAT, -_FLAT, x))
-        squared = x * x
-        s = sigmoid((x + squared * x * _CUBIC) * _TWICE_ROOT)
-        slope = s + x * s * (1.0 - s) * ((squared * (3.0 * _CUBIC) + 1.0) * _TWICE_ROOT)
-    elif KIND == "qgelu":
-        s = sigmoid(x * _QUICK)
-        slope = s + x * _QUICK * s * (1.0 - s)
-    elif KIND == "silu":
-        s = sigmoid(x)
-        slope = s + x * s * (1.0 - s)
-    elif KIND == "sigmoid":
-        s = sigmoid(x)
-        slope = s * (1.0 - s)
-    elif KIND == "srelu":
-        slope = tl.where(x < 0.0, 0.0, 2.0 * x)
-    else:
-        tl.static_assert(KIND == "relu", "an activation that no kernel knows")
-        slope = tl.where(x > 0.0, 1.0, tl.where(x == x, 0.0, x))
-    return slope
+activation_forward = define(
+    "activation_forward(Tensor h, str name) -> Tensor",
+    lambda h, name: run_activation(h, None, name),
+    lambda h, name: h.new_empty((*h.shape[:-1], h.shape[-1] // 2 if is_gated(name) else h.shape[-1])),
+)
+activation_backward = define(
+    "activation_backward(Tensor dy, Tensor h, str name) -> Tensor",
+    lambda dy, h, name: run_activation(h, dy, name),
+    lambda dy, h, name: h.new_empty(h.shape),  # noqa: ARG005
+)
 
 
-@triton.jit
-def _bounded(a, b):
-    """What clamped_swiglu makes of gate and value before all else; NaN stays."""
-    return tl.where(a > _LIMIT, _LIMIT, a), tl.where(b > _LIMIT, _LIMIT, tl.where(b < -_LIMIT, -_LIMIT, b))
+class _Activation(torch.autograd.Function):
+    """The activation, with its gradient in one kernel; keeps h."""
 
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, name: str, plain: bool) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.name, ctx.plain = name, plain
+        y: Tensor = run_activation(h, None, name) if plain else activation_forward(h, name)
+        return y
 
-@triton.jit
-def gated_value(a, b, KIND: tl.constexpr):
-    """A gated activation of gate a and value b."""
-    if KIND == "clamped":
-        low, bounded = _bounded(a, b)
-        value = activation_value(low, "qgelu") * (bounded + 1.0)
-    else:
-        value = activation_value(a, KIND) * b
-    return value
-
-
-@triton.jit
-def gated_gradients(dy, a, b, KIND: tl.constexpr):
-    """The gradients of a and of b from that of a gated activation."""
-    if KIND == "clamped":
-        low, bounded = _bounded(a, b)
-        da = tl.where(a > _LIMIT, 0.0, dy * (bounded + 1.0) * activation_derivative(low, "qgelu"))
-        db = tl.where(bounded == b, dy * activation_value(low, "qgelu"), 0.0)
-    else:
-        da = dy * b * activation_derivative(a, KIND)
-        db = dy * activation_value(a, KIND)
-    return da, db
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (h,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return activation_backward_reference(dy, h, ctx.name).to(h.dtype), None, None
+        if ctx.plain and is_plain(dy):
+            return run_activation(h, dy, ctx.name), None, None
+        return activation_backward(dy, h, ctx.name), None, None
 
 
 def activation(x: Tensor, name: str) -> Tensor:
     """An activation function by its name, differentiable.
 
     Args:
-        x: (…, N) fp32, bf16, fp16 or fp64; for a gated activation (…, 2N), the gate first.
+        x: (…, N) fp32, bf16, fp16 or fp64; for a gated activation (…, 2N), the gate first; any strides.
         name: one of ACTIVATIONS.
 
     Returns: (…, N), dtype of x.
     Raises: UserError for an unknown name, a dtype that is none of these, or an odd last dimension of a gated one.
     """
     check_activation("activation", x, name)
-    return activation_reference(x, name).to(x.dtype)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._are_functorch_transforms_active():
+        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+        if uses_triton(x):
+            dispatch.announce("activation", "transforms of torch.func work on PyTorch's own operations")
+        return activation_reference(x, name).to(x.dtype)
+    y: Tensor = _Activation.apply(x, name, not compiling and is_plain(x))
+    return y
 
 
 def check_activation(who: str, h: Tensor, name: str) -> None:
@@ -247,3 +237,48 @@ def check_activation(who: str, h: Tensor, name: str) -> None:
             if gated and h.dim()
             else f"{who}: x has no dimension; pass (…, N)."
         )
+
+
+def prove(device: torch.device) -> list[Proof]:
+    """Every activation and its gradient against the reference in float64, on fresh random inputs."""
+    proofs = []
+    for name in ACTIVATIONS:
+        h = torch.randn(9, 202, device=device) * 3
+        y, dy = activation(h, name), torch.randn(9, 101 if is_gated(name) else 202, device=device)
+        found = activation_backward(dy, h, name)
+        proofs += [
+            Proof(f"{name} forward", relative_error(y, activation_reference(h.double(), name)), 1e-5),
+            Proof(
+                f"{name} backward",
+                relative_error(found, activation_backward_reference(dy.double(), h.double(), name)),
+                1e-5,
+            ),
+        ]
+    return proofs
+
+
+def compilations() -> Iterator[Compilation]:
+    """Forward and backward of each function, plain and gated."""
+    for name, kind in _BASES.items():
+        gated = is_gated(name)
+        if gated and kind in _PLAIN and name != "swiglu":
+            continue  # their code is that of swiglu with another function
+        for backward in (False, True):
+            constants = {"KIND": kind, "GATED": gated, "ROWS": 1, "COLUMNS": TILE}
+            pointers = ["h_ptr", "out_ptr"] + ["dy_ptr"] * backward
+            numbers = ["rows", "columns", "h_stride", "dy_stride"]
+            if not backward:
+                constants["dy_ptr"] = None
+            yield Compilation(
+                _activation_kernel,
+                f"{name}{', backward' if backward else ''}",
+                dict.fromkeys(pointers, "*bf16")
+                | dict.fromkeys(numbers, "i32")
+                | dict.fromkeys(constants, "constexpr"),
+                constants,
+                num_warps=4,
+                divisible_by_16=frozenset({*pointers, *numbers[1:]}),
+            )
+
+
+catalogue(Op("activation", "activations of an MLP, plain and gated", prove, compilations))

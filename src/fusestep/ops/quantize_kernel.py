@@ -15,7 +15,7 @@ import torch
 
 from fusestep import hardware
 from fusestep.language import interpreted, tl, triton
-from fusestep.ops.activation import activation_derivative, activation_value, gated_gradients, gated_value
+from fusestep.ops.activation_kernel import activation_derivative, activation_value, gated_gradients, gated_value
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
 from fusestep.ops.quantized import PAD, padded
