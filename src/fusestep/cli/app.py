@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": "Show what this machine can do, and prove it.",
     "train": "Train a GPT on text, token files or arithmetic sequences.",
     "generate": "Continue prompts with a trained model.",
+    "inspect": "Show the FP8 scales and amaxes of a run.",
     "ladder": "Measure what each speed-up buys, rung by rung.",
 }
 
