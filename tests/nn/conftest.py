@@ -1,4 +1,4 @@
-"""The oracle of the FP8 modules: quantise each operand as the kernels do, x · scale in fp32, and multiply in float64."""
+"""The oracle of the FP8 modules: each operand quantised as the kernels do, x · scale in fp32; products in float64."""
 
 from __future__ import annotations
 

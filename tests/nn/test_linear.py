@@ -360,7 +360,7 @@ def test_wrong_inputs_are_told_in_one_sentence() -> None:
             layer(torch.randn(3, 768, dtype=torch.float64))
         with pytest.raises(UserError, match="x is on meta and the weight on cpu"):
             layer(torch.randn(3, 768, device="meta"))
-        with pytest.raises(UserError, match="transforms of torch.func"):
+        with pytest.raises(UserError, match=r"transforms of torch\.func"):
             torch.func.vmap(layer)(torch.randn(3, 768))
     with pytest.raises(UserError, match=r"x has dtype torch\.bfloat16 and the weight torch\.float32"):
         layer(torch.randn(3, 768, dtype=torch.bfloat16))
@@ -384,7 +384,7 @@ def test_outside_a_region_it_is_torchs_own(device: torch.device) -> None:
     assert torch.equal(y, z)
     assert torch.equal(dx, other.grad)
     assert torch.equal(layer.weight.grad, theirs.weight.grad)
-    named = [name for name in inspect.signature(nn.Linear.__init__).parameters]
+    named = list(inspect.signature(nn.Linear.__init__).parameters)
     assert list(inspect.signature(Linear.__init__).parameters)[: len(named)] == named
 
 
@@ -439,7 +439,7 @@ def test_a_split_weight_is_one_product(split: Any, recipe: Recipe, device: torch
 
 def test_splits_that_do_not_add_up_are_refused() -> None:
     for split in (("a", "b", "c", "d"), {"a": 9, "b": 8}, {}, {"a": 18, "b": 0}):
-        with pytest.raises(UserError, match="parameters_split|cannot be split evenly"):
+        with pytest.raises(UserError, match=r"parameters_split|cannot be split evenly"):
             Linear(33, 18, parameters_split=split)
 
 

@@ -20,12 +20,12 @@ from fusestep.fp8 import context
 from fusestep.fp8.casting import Casts, is_counting, passing_casts, recording_casts, stateless_casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.copies import WeightCopies, attach
-from fusestep.fp8.formats import Format
+from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from fusestep.fp8.state import KEYS, Slots
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.quantized import Quantized
-from fusestep.ops.roll_scales import AMAX, LARGEST
+from fusestep.ops.roll_scales import AMAX
 
 #: What activations may be.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,7 @@ INITIAL_DEVIATION = 0.023
 
 #: Entries of a module's __dict__ that belong to a run, not to the module.
 _TRANSIENT: dict[str, Any] = {"_region": None, "_recipe": None, "_casts": None, "_cached": None, "_asked": None}
+_TRANSIENT["_has_unrolled"] = False
 
 Initialiser = Callable[[Tensor], Any]
 
@@ -58,6 +59,9 @@ class FP8Module(nn.Module):
     _casts: Any
     _cached: dict[int, tuple[Quantized, tuple[tuple[int, int], ...]]] | None
     _asked: dict[int, tuple[Casts, WeightCopies]] | None
+
+    # Whether the state came from a checkpoint or a copy with amaxes that no region knows of yet.
+    _has_unrolled: bool
 
     def __init__(self, name: str | None) -> None:
         super().__init__()
@@ -103,8 +107,7 @@ class FP8Module(nn.Module):
             return stateless
         if not records:
             return passing_casts(recipe, self.fp8_state, len(self.SLOTS), self._first_weight().device)
-        state = self._state_for(recipe)
-        region.pending.add(state, region.group)
+        state = self._recorded_state(region, recipe)
         casts: Any = self._casts
         if (
             casts is None
@@ -116,7 +119,8 @@ class FP8Module(nn.Module):
         known: Casts = casts
         return known
 
-    def _state_for(self, recipe: DelayedScaling) -> Slots:
+    def _recorded_state(self, region: Region, recipe: DelayedScaling) -> Slots:
+        """The state, in which something is about to be recorded: the next region rolls it."""
         state = self.fp8_state
         if state is None:
             state = Slots(self.SLOTS, recipe, self._first_weight().device)
@@ -124,6 +128,13 @@ class FP8Module(nn.Module):
             self._forget_casts()
         elif state.recipe is not recipe:
             state.follow(recipe)
+        if self._has_unrolled:
+            # What this region would have done as it began, had there been no break.
+            self.__dict__["_has_unrolled"] = False
+            unrolled = Pending()
+            unrolled.add(state)
+            unrolled.roll()
+        region.pending.add(state, region.group)
         return state
 
     def _forget_casts(self) -> None:
@@ -136,8 +147,7 @@ class FP8Module(nn.Module):
         """Under a calibrating region, record the amax of what the slot `index` would have cast."""
         if region is None or region.enabled or not isinstance(region.recipe, DelayedScaling):
             return
-        state = self._state_for(region.recipe)
-        region.pending.add(state, region.group)
+        state = self._recorded_state(region, region.recipe)
         if x.numel():
             amax = state.slots[index, AMAX]
             amax.copy_(torch.maximum(amax, x.detach().abs().amax().float()))
@@ -249,7 +259,7 @@ class FP8Module(nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | _TRANSIENT
+        return self.__dict__ | _TRANSIENT | {"_has_unrolled": True}
 
     def _reset_fp8(self) -> None:
         """Forget all scales, as a module does whose weights are new."""
@@ -301,14 +311,11 @@ class FP8Module(nn.Module):
     def _load_fp8(self, saved: Mapping[str, Tensor]) -> None:
         state = self.fp8_state
         if state is None:
-            # The recipe comes with the first region; until then the state is kept as it was saved.
-            is_hybrid = bool((saved[KEYS[0]][:, LARGEST] != Format.E4M3.max_fwd).any())
-            recipe = DelayedScaling(
-                fp8_format=Format.HYBRID if is_hybrid else Format.E4M3, amax_history_len=saved[KEYS[1]].shape[1]
-            )
-            state = Slots(self.SLOTS, recipe, self._first_weight().device)
-        state.load(saved)
+            state = Slots.restored(self.SLOTS, saved, self._first_weight().device)
+        else:
+            state.load(saved)
         self.fp8_state = state
+        self.__dict__["_has_unrolled"] = True
 
 
 def _states_of(parameters: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
