@@ -47,7 +47,11 @@ def norm_quantize_reference(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(data, scale_inv, x + residual or None, statistics) in plain PyTorch; writes slots, counts and output."""
     width = x.shape[-1]
-    y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, torch.float32)
+    if x.numel() == 0:
+        y = total = x if residual is None else x + residual
+        statistics = x.new_zeros((_rows(x), statistics_columns(total.dtype, centred)), dtype=torch.float32)
+    else:
+        y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, torch.float32)
     if output is not None:
         output.copy_(y)
     data, _, scale_inv, _ = quantize_reference(
