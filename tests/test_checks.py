@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -127,6 +128,11 @@ def test_shared_memory_is_held_against_each_chip(check_kernels: ModuleType) -> N
         assert f"{built[target].shared} bytes of shared memory" in built[target].failure
     assert built[90].failure is None
     assert built[90].registers > 16
+
+
+def test_a_kernel_is_compiled_for_the_chips_that_it_is_launched_on(check_kernels: ModuleType) -> None:
+    one = dataclasses.replace(product(16, 1), minimum_capability=89)
+    assert [built.target for built in check_kernels.build("product", one)] == [89, 90, 100, 120]
 
 
 def test_a_kernel_that_does_not_compile_is_a_finding(check_kernels: ModuleType) -> None:

@@ -60,7 +60,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {"cuda": {0: Support(True, "Triton on Hopper"), 1: old}}
     monkeypatch.setattr(hardware, "cuda_support", lambda: Support(True, "2 CUDA devices"))
     monkeypatch.setattr(hardware, "devices", lambda: chips)
-    monkeypatch.setattr(precision, "fp8_support", lambda i: precision.fp8_by_capability(chips[i], "13.0"))
+    monkeypatch.setattr(
+        precision, "fp8_support", lambda i, scaling: precision.fp8_by_capability(chips[i], "13.0", scaling)
+    )
     monkeypatch.setattr(
         hardware, "triton_support", lambda kind, i: kernels[kind][i] if kind in kernels else Support(False, "on a CPU")
     )
@@ -122,7 +124,7 @@ def test_every_op_runs_its_kernel_on_the_gpu() -> None:
     report = fusestep.doctor()
     kernels = [o for o in report.ops if o.device != "cpu"]
     assert kernels
-    assert {o.implementation for o in kernels} == {"triton"}
+    assert {o.implementation for o in kernels if not load_catalogue()[o.op].is_product} == {"triton"}
     assert all(report.requirements[name].ok for name in ("cuda", "triton", "bf16", *load_catalogue()))
 
 
@@ -172,11 +174,25 @@ def test_each_gpu_gets_its_own_answer(ops: dict[str, Op], two_gpus: None) -> Non
     ]
     page = str(report)
     assert "Hopper, capability 9.0, 132 SMs, 80.0 GiB, 10.0 GiB free" in page
-    assert "yes: FP8 tensor cores (compute capability 9.0)" in page
-    assert "NO: compute capability 7.5; FP8 tensor cores came with 8.9" in page
+    assert "native: FP8 tensor cores (compute capability 9.0)" in page
+    assert "emulated: compute capability 7.5; FP8 tensor cores came with 8.9" in page
+    assert "emulated: compute capability 9.0; MXFP8 tensor cores came with 10.0" in page
+    assert "FP8 products are native on cuda:0." in page
     assert "ok in 2 comparisons: error 5.0e-07 of 1.0e-06 (backward)" in page
     assert "ok, the reference itself" in page
     assert "1 run Triton kernels, 2 fall back" in page
+
+
+def test_a_product_is_native_or_emulated(ops: dict[str, Op], two_gpus: None) -> None:
+    ops["product"] = Op("product", "for a test", right, list, is_product=True)
+    report = fusestep.doctor()
+    assert [(o.device, o.implementation, o.is_fallback) for o in report.ops if o.op == "product"] == [
+        ("cuda:0", "native", False),
+        ("cuda:1", "emulated", True),
+        ("cpu", "emulated", True),
+    ]
+    held = report.requirements["product"]
+    assert held.reason == "cuda:1: it is emulated: compute capability 7.5; FP8 tensor cores came with 8.9"
 
 
 def test_a_requirement_holds_for_every_gpu_or_not_at_all(ops: dict[str, Op], two_gpus: None) -> None:

@@ -46,7 +46,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One CUDA device. Memory in bytes; free as the driver tells it, other processes included."""
+    """One CUDA device. Memory in bytes; free as the driver tells it, other processes included.
+
+    Attributes:
+        fp8, fp8_block, mxfp8: whether FP8 products run on its own hardware, with a scale for each tensor, for each
+            block, and in MXFP8; where they do not, they are emulated.
+    """
 
     name: str
     model: str
@@ -57,6 +62,8 @@ class DeviceReport:
     triton: Support
     bf16: Support
     fp8: Support
+    fp8_block: Support
+    mxfp8: Support
 
 
 @dataclass(frozen=True)
@@ -144,12 +151,15 @@ class Report:
 
     def _devices(self) -> str:
         if not self.devices:
-            return f"Devices\n{table([('cpu', f'only: {self.cuda.reason}')], indent='  ')}"
+            rows = [("cpu", "", f"only: {self.cuda.reason}"), ("", "FP8", "emulated")]
+            return f"Devices\n{table(rows, indent='  ')}"
         rows = []
         for d in self.devices:
             size = f"{_gibibytes(d.memory)}, {_gibibytes(d.free_memory)} free"
             rows.append((d.name, "", f"{d.model}, capability {d.capability}, {d.multiprocessors} SMs, {size}"))
-            rows += [("", what, _told(s)) for what, s in (("Triton", d.triton), ("bf16", d.bf16), ("FP8", d.fp8))]
+            rows += [("", what, _told(s)) for what, s in (("Triton", d.triton), ("bf16", d.bf16))]
+            kinds = (("FP8", d.fp8), ("FP8 blocks", d.fp8_block), ("MXFP8", d.mxfp8))
+            rows += [("", what, f"{'native' if s.ok else 'emulated'}: {s.reason}") for what, s in kinds]
         return f"Devices\n{table(rows, indent='  ')}"
 
     def _parts(self) -> str:
@@ -178,13 +188,13 @@ class Report:
                 f"WRONG RESULTS: {', '.join(failed)}. Do not train with them; FUSESTEP_IMPL=torch runs the reference."
             )
         kernels = sum(o.implementation == "triton" for o in self.ops)
-        products = sum(o.implementation == "native" for o in self.ops)
         fallbacks = sum(o.is_fallback for o in self.ops)
         if kernels:
             conclusion = f"Every op agrees with its reference: {kernels} run Triton kernels, {fallbacks} fall back."
         else:
             conclusion = "Every op runs, as its PyTorch reference; no Triton kernel runs here."
-        conclusion += " FP8 is multiplied natively." if products else " FP8 is emulated."
+        native = [d.name for d in self.devices if d.fp8.ok]
+        conclusion += f" FP8 products are native on {', '.join(native)}." if native else " FP8 products are emulated."
         if fallbacks and self.environment.variables.get("FUSESTEP_STRICT") == "1":
             conclusion += " FUSESTEP_STRICT=1 refuses what falls back."
         return conclusion

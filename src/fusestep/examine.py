@@ -86,8 +86,16 @@ def _device(device: hardware.Device) -> DeviceReport:
         free_memory=torch.cuda.mem_get_info(device.index)[0],
         triton=Support(choice.implementation == "triton", choice.reason),
         bf16=precision.bf16_support(device.index),
-        fp8=precision.fp8_support(device.index),
+        fp8=_product(device, "tensor"),
+        fp8_block=_product(device, "block"),
+        mxfp8=_product(device, "mx"),
     )
+
+
+def _product(device: hardware.Device, scaling: precision.Scaling) -> Support:
+    """Whether FP8 products run on a device's own hardware."""
+    choice = dispatch.explain_product("cuda", device.index, scaling)
+    return Support(choice.implementation == "native", choice.reason)
 
 
 def _op(op: Op, device: torch.device) -> OpReport:
