@@ -149,7 +149,7 @@ def run_quantize_blocks(
         x,
         data.view(torch.uint8) if rowwise else None,
         scales if rowwise else None,
-        transposed.view(torch.uint8) if columnwise else None,
+        transposed.view(torch.int32) if columnwise else None,
         transposed_scales if columnwise else None,
         partial_sums,
     )
@@ -274,7 +274,7 @@ def compilations() -> Iterator[Compilation]:
             "x_ptr": f"*{element}",
             "data_ptr": "*u8",
             "scales_ptr": scales,
-            "transposed_ptr": "*u8",
+            "transposed_ptr": "*i32",
             "transposed_scales_ptr": scales,
         }
         numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")

@@ -1,10 +1,13 @@
-"""The kernel of block scaling: one read of x, both forms written; the formulas stand in block_scaling.py.
+"""The kernel of block scaling: x is read once, both forms are written; the formulas stand in block_scaling.py.
 
-A program holds a tile of 128 × 128 in registers, which has whole blocks in both directions. Largest magnitudes are
-maxima of the bits of |x| as integers: there NaN is above infinity, and no maximum can lose it.
+A program works on a tile of 128 × 128, which has whole blocks in both directions, in PACK passes over every PACK-th
+row: PACK bytes that follow one another in the transpose then meet in one word of one thread, and words are transposed
+instead of bytes. The columns' scales are known when all rows have been seen; the tile is then loaded again, from the
+cache, which is cheaper than the registers that would hold it.
 
-Data are handled as bytes from the cast on, and clamped by selection before it: a compiler for Hopper was seen to write
-foreign bytes where a kernel stores both a matrix of FP8 and its transpose (triton#11111).
+Largest magnitudes are maxima of the bits of |x| as integers: there NaN is above infinity, and no maximum can lose it.
+Data are handled as bytes from the cast on: a compiler for Hopper was seen to write foreign bytes where a kernel stores
+both a matrix of FP8 and its transpose (triton#11111).
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 
 TILE = 128
 
-#: Threads hold 64 elements each.
+#: Rows whose bytes are transposed as one word.
+PACK = 4
+
 WARPS = 8
 
 
@@ -64,16 +69,43 @@ def _bytes(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     return code
 
 
+@triton.jit
+def _load(x_ptr, part, top, left, rows, columns, row_stride, PACK: tl.constexpr):
+    """Every PACK-th row of a tile from row `part` on, in fp32, zero beyond the matrix."""
+    row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
+    column = left + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * row_stride + column, mask=(row < rows) & (column < columns), other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK: tl.constexpr):
+    """Store the bytes of what `_load` gave."""
+    row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
+    column = left + tl.arange(0, 128)[None, :]
+    tl.store(data_ptr + row * padded_columns + column, code, mask=(row < padded_rows) & (column < padded_columns))
+
+
+@triton.jit
+def _store_square_scale(scale_inv, scales_ptr, row_tile, column_tile, column_tiles):
+    """Store the scale of one tile; the padding of a row of scales, to a multiple of 4, is written with its last one."""
+    ahead = tl.arange(0, 4)[None, :]
+    stride = (column_tiles + 3) // 4 * 4
+    end = tl.where(column_tile == column_tiles - 1, stride, column_tile + 1)
+    place = column_tile + ahead
+    tl.store(scales_ptr + row_tile * stride + place, tl.where(ahead == 0, scale_inv, 1.0), mask=place < end)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def quantize_blocks_kernel(
     x_ptr,  # rows of `columns`, row_stride apart
     data_ptr,  # bytes (padded_rows, padded_columns), or None
     scales_ptr,  # of data, in the layout of block_scaling.py
-    transposed_ptr,  # bytes (padded_columns, padded_rows), or None
+    transposed_ptr,  # words of PACK bytes, (padded_columns, padded_rows / PACK), or None
     transposed_scales_ptr,
     sums_ptr,  # fp32 (row tiles, columns), sums over the tiles' rows, or None
     rows,
-    columns,
+    columns,  # specialised: where it is a multiple of 16, loads need no mask for each element
     row_stride,
     padded_rows,
     padded_columns,
@@ -83,71 +115,72 @@ def quantize_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     SQUARE: tl.constexpr,  # blocks of 128 × 128, else of 1 × WIDTH
     WIDTH: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    PARTS: tl.constexpr = 128 // WIDTH
-    program = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = 128 // WIDTH  # blocks across a tile
+    HEIGHT: tl.constexpr = 128 // PACK  # rows that are worked on at once
     column_tiles = (padded_columns - 1) // 128 + 1
     row_tiles = (padded_rows - 1) // 128 + 1
-    row_tile = program // column_tiles
-    column_tile = program % column_tiles
-    in_tile = tl.arange(0, 128)
-    row = (row_tile * 128 + in_tile)[:, None]
-    column = (column_tile * 128 + in_tile)[None, :]
-    x = tl.load(x_ptr + row * row_stride + column, mask=(row < rows) & (column < columns), other=0.0).to(tl.float32)
+    program = tl.program_id(0)
+    row_tile, column_tile = (program // column_tiles).to(tl.int64), (program % column_tiles).to(tl.int64)
+    top, left = row_tile * 128, column_tile * 128
+
+    total = tl.zeros([HEIGHT, 128], tl.float32)
+    column_bits = tl.zeros([HEIGHT, 128], tl.int32)
+    for part in tl.static_range(PACK):
+        x = _load(x_ptr, part, top, left, rows, columns, row_stride, PACK)
+        total += x
+        bits = magnitude_bits(x)
+        column_bits = tl.maximum(column_bits, bits)
+        if data_ptr is not None and not SQUARE:
+            amax = tl.max(tl.reshape(bits, [HEIGHT, PARTS, WIDTH]), axis=2, keep_dims=True)
+            if WIDTH == 32:
+                scale, stored = _microscale(amax, LARGEST)
+            else:
+                scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
+            scale = tl.reshape(tl.broadcast_to(scale, [HEIGHT, PARTS, WIDTH]), [HEIGHT, 128])
+            code = _bytes(x * scale, E4M3, HARDWARE_CAST)
+            _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
+            row = top + part + tl.arange(0, HEIGHT)[:, None, None] * PACK
+            block = column_tile * PARTS + tl.arange(0, PARTS)[None, :, None]
+            tl.store(
+                scales_ptr + block * padded_rows + row, stored, mask=(row < padded_rows) & (block * WIDTH < columns)
+            )
+    column = left + tl.arange(0, 128)
     if sums_ptr is not None:
-        sums = tl.sum(x, axis=0, keep_dims=True)
-        tl.store(sums_ptr + row_tile * columns + column, sums, mask=column < columns)
-    bits = magnitude_bits(x)
-    in_data = (row < padded_rows) & (column < padded_columns)
-    across, down = (row_tile * 128 + in_tile)[None, :], (column_tile * 128 + in_tile)[:, None]
-    in_transposed = (down < padded_columns) & (across < padded_rows)
-    if SQUARE:
-        amax = tl.max(tl.max(bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
-        data = _bytes(x * scale, E4M3, HARDWARE_CAST)
-        # The padding of a row of scales, to a multiple of 4, is written with its last one.
-        ahead = tl.arange(0, 4)[None, :]
-        stored = tl.where(ahead == 0, stored, 1.0)
-        if data_ptr is not None:
-            tl.store(data_ptr + row * padded_columns + column, data, mask=in_data)
-            stride = (column_tiles + 3) // 4 * 4
-            place = column_tile + ahead
-            end = tl.where(column_tile == column_tiles - 1, stride, column_tile + 1)
-            tl.store(scales_ptr + row_tile * stride + place, stored, mask=place < end)
-        if transposed_ptr is not None:
-            tl.store(transposed_ptr + down * padded_rows + across, tl.trans(data), mask=in_transposed)
-            stride = (row_tiles + 3) // 4 * 4
-            place = row_tile + ahead
-            end = tl.where(row_tile == row_tiles - 1, stride, row_tile + 1)
-            tl.store(transposed_scales_ptr + column_tile * stride + place, stored, mask=place < end)
-    else:
-        part = tl.arange(0, PARTS)
-        if data_ptr is not None:
-            amax = tl.max(tl.reshape(bits, [128, PARTS, WIDTH]), axis=2, keep_dims=True)
+        tl.store(sums_ptr + row_tile * columns + column, tl.sum(total, axis=0), mask=column < columns)
+
+    if SQUARE or transposed_ptr is not None:
+        if SQUARE:
+            amax = tl.max(tl.max(column_bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
+            scale, scale_inv = _scale(amax, LARGEST, POWER_OF_TWO)
+            if data_ptr is not None:
+                _store_square_scale(scale_inv, scales_ptr, row_tile, column_tile, column_tiles)
+            if transposed_ptr is not None:
+                _store_square_scale(scale_inv, transposed_scales_ptr, column_tile, row_tile, row_tiles)
+        else:
+            amax = tl.max(tl.reshape(column_bits, [PARTS, HEIGHT // PARTS, 128]), axis=1, keep_dims=True)
             if WIDTH == 32:
                 scale, stored = _microscale(amax, LARGEST)
             else:
                 scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
-            scale = tl.reshape(tl.broadcast_to(scale, [128, PARTS, WIDTH]), [128, 128])
-            data = _bytes(x * scale, E4M3, HARDWARE_CAST)
-            tl.store(data_ptr + row * padded_columns + column, data, mask=in_data)
-            block = (column_tile * PARTS + part)[None, :, None]
-            place = (row_tile * 128 + in_tile)[:, None, None]
-            there = (place < padded_rows) & (block * WIDTH < columns)
-            tl.store(scales_ptr + block * padded_rows + place, stored, mask=there)
-        if transposed_ptr is not None:
-            amax = tl.max(tl.reshape(bits, [PARTS, WIDTH, 128]), axis=1, keep_dims=True)
-            if WIDTH == 32:
-                scale, stored = _microscale(amax, LARGEST)
-            else:
-                scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
-            scale = tl.reshape(tl.broadcast_to(scale, [PARTS, WIDTH, 128]), [128, 128])
-            data = _bytes(x * scale, E4M3, HARDWARE_CAST)
-            tl.store(transposed_ptr + down * padded_rows + across, tl.trans(data), mask=in_transposed)
-            block = (row_tile * PARTS + part)[:, None, None]
-            place = (column_tile * 128 + in_tile)[None, None, :]
+            scale = tl.reshape(tl.broadcast_to(scale, [PARTS, HEIGHT // PARTS, 128]), [HEIGHT, 128])
+            block = row_tile * PARTS + tl.arange(0, PARTS)[:, None, None]
+            place = left + tl.arange(0, 128)[None, None, :]
             there = (place < padded_columns) & (block * WIDTH < rows)
             tl.store(transposed_scales_ptr + block * padded_columns + place, stored, mask=there)
+        packed = tl.zeros([HEIGHT, 128], tl.int32)
+        for part in tl.static_range(PACK):
+            x = _load(x_ptr, part, top, left, rows, columns, row_stride, PACK)
+            code = _bytes(x * scale, E4M3, HARDWARE_CAST)
+            if data_ptr is not None and SQUARE:
+                _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
+            packed |= code.to(tl.int32) << (8 * part)
+        if transposed_ptr is not None:
+            words = padded_rows // PACK
+            word = row_tile * HEIGHT + tl.arange(0, HEIGHT)
+            mask = (column < padded_columns)[:, None] & (word < words)[None, :]
+            tl.store(transposed_ptr + column[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
 
 
 def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
@@ -159,6 +192,7 @@ def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, ha
         "POWER_OF_TWO": power_of_two,
         "SQUARE": block[0] != 1,
         "WIDTH": block[1],
+        "PACK": PACK,
         "num_warps": WARPS,
     }
 
@@ -172,9 +206,11 @@ def prepare(
     block: tuple[int, int],
     power_of_two: bool,
 ) -> PreparedLaunch:
-    """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted."""
+    """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted.
+
+    Data are passed as bytes, uint8, and the transposed as words, int32.
+    """
     tiles = -(-padded_shape[0] // TILE) * -(-padded_shape[1] // TILE)
     numbers = (*shape, row_stride, *padded_shape)
-    return PreparedLaunch(
-        quantize_blocks_kernel, (tiles,), device, numbers, **constants(dtype, block, power_of_two, has_fp8_cast(device))
-    )
+    options = constants(dtype, block, power_of_two, has_fp8_cast(device))
+    return PreparedLaunch(quantize_blocks_kernel, (tiles,), device, numbers, **options)
