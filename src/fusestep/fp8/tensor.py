@@ -115,7 +115,7 @@ class Float8Tensor(Tensor):
     def _like(self, quantized: Quantized, dtype: torch.dtype | None = None) -> Float8Tensor:
         return Float8Tensor(quantized, self.form, dtype or self.dtype, initial=self._held.initial)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Float8Tensor({self.dequantize()}, {self.quantized.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:

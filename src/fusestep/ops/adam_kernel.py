@@ -61,6 +61,7 @@ def _update(
     inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps,
     HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
+    """Step the elements at these places; returns the new weights, fp32."""
     g = tl.load(gradient + at_gradient, mask=mask).to(tl.float32) * inverse
     m = tl.load(exp_avg + at, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=mask).to(tl.float32)
@@ -75,6 +76,52 @@ def _update(
     tl.store(parameter + at_parameter, w.to(parameter.dtype.element_ty), mask=mask)
     if HAS_MASTER:
         tl.store(master + at, w, mask=mask)
+    return w
+
+
+@triton.jit
+def _gate(divisor, skip, IS_GATED: tl.constexpr):
+    """(1 or 0: whether this step is skipped, what gradients are multiplied by)."""
+    is_skipped = tl.full([], 0.0, tl.float32)
+    inverse = tl.full([], 1.0, tl.float32)
+    if IS_GATED:
+        is_skipped = tl.where(tl.load(skip) == 0.0, 0.0, 1.0)
+        inverse = 1.0 / tl.load(divisor)
+    return is_skipped, inverse
+
+
+@triton.jit
+def _keep_counts(
+    rows, tensors, pid, steps_before, steps, is_skipped, counters, is_counting, LANES: tl.constexpr
+):  # fmt: skip
+    """Count the steps of the parameters of program `pid`, LANES in each of the first programs."""
+    if pid * LANES < tensors:
+        tensor = pid * LANES + tl.arange(0, LANES)
+        mask = tensor < tensors
+        has_gradient = tl.load(rows + tensors * GRADIENT + tensor, mask=mask, other=0) != 0
+        place = tl.load(rows + tensors * STEP + tensor, mask=mask, other=0)
+        before = tl.load(steps_before + place, mask=mask, other=0.0)
+        tl.store(steps + place, before + (1.0 - is_skipped), mask=mask & has_gradient)
+        if (pid == 0) & (is_counting != 0):
+            counter = counters + is_skipped.to(tl.int32)
+            tl.store(counter, tl.load(counter) + 1)
+
+
+@triton.jit
+def _coefficients(rows, tensors, tensor, hyper, steps_before):
+    """What the options of a parameter's group and its step count make of the formula, in the order of `_update`."""
+    group = hyper + tl.load(rows + tensors * GROUP + tensor) * ROW_FLOATS
+    lr = tl.load(tl.load(rows + tensors * LEARNING_RATE + tensor).to(tl.pointer_type(tl.float32)))
+    step = tl.load(steps_before + tl.load(rows + tensors * STEP + tensor)) + 1.0
+    one_minus_beta1 = tl.load(group + 1)
+    beta2 = tl.load(group + 2)
+    one_minus_beta2 = tl.load(group + 3)
+    step_size = lr / _bias_correction(step, tl.load(group + 4))
+    inverse_root = 1.0 / tl.sqrt(_bias_correction(step, tl.load(group + 5)))
+    eps = tl.load(group + 6)
+    l2 = tl.load(group + 7)
+    keep = 1.0 - lr * tl.load(group + 8)
+    return l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps
 
 
 @triton.jit(
@@ -104,23 +151,8 @@ def _adam_kernel(
 ):
     pid = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, CHUNK)
-    is_skipped = tl.full([], 0.0, tl.float32)
-    inverse = tl.full([], 1.0, tl.float32)
-    if IS_GATED:
-        is_skipped = tl.where(tl.load(skip) == 0.0, 0.0, 1.0)
-        inverse = 1.0 / tl.load(divisor)
-
-    # The first programs keep the counts, CHUNK parameters each.
-    if pid * CHUNK < tensors:
-        tensor = pid * CHUNK + lanes
-        mask = tensor < tensors
-        has_gradient = tl.load(rows + tensors * GRADIENT + tensor, mask=mask, other=0) != 0
-        place = tl.load(rows + tensors * STEP + tensor, mask=mask, other=0)
-        before = tl.load(steps_before + place, mask=mask, other=0.0)
-        tl.store(steps + place, before + (1.0 - is_skipped), mask=mask & has_gradient)
-        if (pid == 0) & (is_counting != 0):
-            counter = counters + is_skipped.to(tl.int32)
-            tl.store(counter, tl.load(counter) + 1)
+    is_skipped, inverse = _gate(divisor, skip, IS_GATED)
+    _keep_counts(rows, tensors, pid, steps_before, steps, is_skipped, counters, is_counting, CHUNK)
 
     if pid < chunks:
         tensor = tl.load(chunk_tensor + pid)
@@ -134,17 +166,9 @@ def _adam_kernel(
             exp_avg_sq = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(MOMENT_DTYPE))
             master = tl.load(rows + tensors * MASTER + tensor).to(tl.pointer_type(tl.float32))
 
-            group = hyper + tl.load(rows + tensors * GROUP + tensor) * ROW_FLOATS
-            lr = tl.load(tl.load(rows + tensors * LEARNING_RATE + tensor).to(tl.pointer_type(tl.float32)))
-            step = tl.load(steps_before + tl.load(rows + tensors * STEP + tensor)) + 1.0
-            one_minus_beta1 = tl.load(group + 1)
-            beta2 = tl.load(group + 2)
-            one_minus_beta2 = tl.load(group + 3)
-            step_size = lr / _bias_correction(step, tl.load(group + 4))
-            inverse_root = 1.0 / tl.sqrt(_bias_correction(step, tl.load(group + 5)))
-            eps = tl.load(group + 6)
-            l2 = tl.load(group + 7)
-            keep = 1.0 - lr * tl.load(group + 8)
+            l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps = _coefficients(
+                rows, tensors, tensor, hyper, steps_before
+            )
 
             start = (pid - first_chunk) * CHUNK
             is_plain = start + CHUNK <= numel
