@@ -122,6 +122,26 @@ def test_the_default_recipe_is_one_object() -> None:
     assert recipes[0] == DelayedScaling()
 
 
+def test_a_compiled_function_sees_the_region_and_records() -> None:
+    state = slots()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        region = current()
+        if region is None:
+            return x
+        region.pending.add(state, region.group)
+        return x + 1
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    x = torch.zeros(3)
+    for step in range(3):
+        state.amax.fill_(2.0 + step)
+        with fp8_autocast():
+            assert compiled(x)[0] == 1.0
+        assert compiled(x)[0] == 0.0
+    assert state.rolls.tolist() == [2]
+
+
 # When histories roll
 
 

@@ -95,6 +95,11 @@ def test_a_tiny_amax_gives_a_finite_scale_with_a_normal_inverse(amax: float, lar
     assert slots[0, SCALE] == scale
 
 
+def test_a_huge_amax_and_a_margin_leave_a_normal_scale(device: torch.device) -> None:
+    assert scales(device, 2, [3.4e38], margin=16).item() == 2.0**-126
+    assert scale_reference(torch.tensor(3.4e38), 448.0, 16).item() == 2.0**-126
+
+
 @pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
 def test_no_amax_gives_a_scale_of_one(amax: float) -> None:
     assert scale_reference(torch.tensor(amax), 448.0).item() == 1.0

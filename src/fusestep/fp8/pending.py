@@ -10,7 +10,6 @@ modules and looked up at the others, which spares the host most of it and lets a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.fp8.state import Slots, ordered
+from fusestep.fp8.state import Reference, Slots, ordered
 from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
 
 #: Plans that are kept; sets of modules that never repeat would else fill the memory.
@@ -32,8 +31,8 @@ class Pending:
     """The states of a thread in which something was recorded since their last roll. Holds none of them alive."""
 
     def __init__(self) -> None:
-        self._recorded: dict[weakref.ref[Slots], Any] = {}
-        self._members: dict[Any, dict[weakref.ref[Slots], None]] = {}
+        self._recorded: dict[Reference, Any] = {}
+        self._members: dict[Any, dict[Reference, None]] = {}
         self._plans: dict[tuple[int, ...], list[_Batch]] = {}
 
     def __reduce__(self) -> tuple[type[Pending], tuple[()]]:
@@ -63,6 +62,9 @@ class Pending:
                 states[:] = [state for state in members if state is not None]
                 reduce_amaxes([state for state in states if state.recipe.reduce_amax], group)
             self._roll(states)
+
+    # What torch.compiler.disable sets, without its import of the compiler: a graph would keep what the first roll did.
+    roll.__dict__["_torchdynamo_disable"] = True
 
     def _roll(self, states: list[Slots]) -> None:
         states.sort(key=attrgetter("number"))

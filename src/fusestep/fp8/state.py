@@ -41,6 +41,18 @@ _PLANNED = frozenset(("slots", "history", "rolls", "recipe"))
 _numbers = itertools.count()
 
 
+class Reference:
+    """A weak reference to a state; an object of ours, since torch.compile takes weakref.ref for what it refers to."""
+
+    __slots__ = ("_weak",)
+
+    def __init__(self, state: Slots) -> None:
+        self._weak = weakref.ref(state)
+
+    def __call__(self) -> Slots | None:
+        return self._weak()
+
+
 class Slots:
     """The scaling state of one module: a slot for each of `names`.
 
@@ -52,7 +64,7 @@ class Slots:
     Attributes:
         number: unlike that of any other state, and another one whenever a tensor or the recipe was replaced, so that
             what was worked out for a number holds while the number is met.
-        reference: a weak reference to this state.
+        reference: leads to this state without keeping it alive.
     """
 
     slots: Tensor
@@ -62,7 +74,7 @@ class Slots:
     number: int
 
     def __init__(self, names: Sequence[str], recipe: DelayedScaling, device: torch.device) -> None:
-        self.reference = weakref.ref(self)
+        self.reference = Reference(self)
         self.names = tuple(names)
         self.recipe = recipe
         self._start(device)
@@ -93,7 +105,7 @@ class Slots:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle: a state of its own, with a number of its own."""
-        self.reference = weakref.ref(self)
+        self.reference = Reference(self)
         for name, value in state.items():
             setattr(self, name, value)
 

@@ -5,9 +5,9 @@ For each slot, with `length` entries of history in a ring:
     amax = 0            nothing changes
     amax not finite     refused ← refused + 1, amax ← 0
     else                history[rolls mod length] ← amax, rolls ← rolls + 1, amax ← 0,
-                        scale ← min(largest / max(history) / 2^margin, 2^126)      (or the newest instead of the max)
+                        scale ← largest / max(history) / 2^margin      (or the newest amax instead of the max)
 
-The bound keeps 1 / scale a normal number. One launch serves all modules of a model, over a table of addresses, one
+Scales are kept within 2^-126 and 2^126, so that they and their inverses are normal numbers. One launch serves all modules of a model, over a table of addresses, one
 program for each slot.
 Source of the rule: Transformer Engine's delayed scaling; what it does with zero and non-finite amaxes is ours.
 """
@@ -34,14 +34,14 @@ State = tuple[Tensor, Tensor, Tensor]
 SCALE, AMAX, LARGEST, REFUSED = range(4)
 SLOT = 4
 
-#: The largest scale: its inverse is the smallest normal number of fp32.
+#: The largest scale, whose inverse is the smallest normal number of fp32; the smallest scale is that number too.
 LARGEST_SCALE = 2.0**126
 
 
 def scale_reference(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
     """The scale that an amax calls for; 1 where it is zero or not finite."""
     scale = torch.as_tensor(largest, dtype=torch.float32, device=amax.device) / amax / 2.0**margin
-    scale = scale.clamp(max=LARGEST_SCALE)
+    scale = scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
@@ -90,7 +90,8 @@ def _roll_scales_kernel(
     scale = tl.div_rn(tl.div_rn(tl.load(slot + 2), chosen), divisor)
     tl.store(history + place, amax, mask=is_new)
     tl.store(rolls_address, rolls + 1, mask=is_new)
-    tl.store(slot, tl.minimum(scale, 8.507059173023462e37), mask=is_new)  # 2^126
+    scale = tl.maximum(tl.minimum(scale, 8.507059173023462e37), 1.1754943508222875e-38)  # 2^126, 2^-126
+    tl.store(slot, scale, mask=is_new)
     tl.store(slot + 1, 0.0)
     tl.store(slot + 3, tl.load(slot + 3) + tl.where(is_finite, 0.0, 1.0))
 
