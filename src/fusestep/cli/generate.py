@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
@@ -13,8 +15,12 @@ import typer
 from fusestep import hardware
 from fusestep.data import Bytes, Numbers, arithmetic_sequences, strides
 from fusestep.errors import UserError
-from fusestep.models import generate
-from fusestep.train.checkpoint import Checkpoint, load_model
+from fusestep.fp8 import fp8_autocast
+from fusestep.fp8.recipes import FormatName, Recipe, RecipeName, recipe_named
+from fusestep.models import GPT, generate
+from fusestep.models.fp8_weights import keep_weights_in_fp8, weight_bytes
+from fusestep.train.checkpoint import Checkpoint, find, model_of
+from fusestep.train.config import Precision, dtype_of
 
 SCHEMA = 1
 
@@ -23,6 +29,40 @@ _HELD_OUT_PROMPTS, _HELD_OUT_IDS = 8, 8
 
 #: New tokens unless --tokens says otherwise: a stride shows in few numbers, a text needs a few lines.
 _NEW_NUMBERS, _NEW_BYTES = 24, 200
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """How the model computes.
+
+    Attributes:
+        precision: as of `fusestep train`.
+        recipe: of products in FP8, and of weights that live in FP8; None where there is neither.
+        keeps_fp8_weights: whether the weights live in FP8.
+    """
+
+    precision: Precision
+    recipe: Recipe | None
+    keeps_fp8_weights: bool
+
+    @contextmanager
+    def region(self, device: torch.device) -> Iterator[None]:
+        """The region in which the model is called."""
+        is_mixed = self.precision != "fp32"
+        with (
+            torch.autocast(device.type, dtype_of(self.precision), enabled=is_mixed),
+            fp8_autocast(enabled=self.precision == "fp8", recipe=self.recipe),
+        ):
+            yield
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Bytes of weights that live in FP8, and of the same model without."""
+
+    now: int
+    before: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +97,17 @@ def command(
         int | None, typer.Option(help="Sample among this many likeliest tokens. [default: all]", metavar="K")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    precision: Annotated[str, typer.Option(help="auto (that of the training), fp32, bf16, fp16 or fp8.")] = "auto",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Of FP8: delayed, current, block or mxfp8. [default: that of the training, else delayed]"),
+    ] = None,
+    fp8_format: Annotated[
+        str | None, typer.Option(help="Of FP8: auto, hybrid or e4m3. [default: that of the training, else auto]")
+    ] = None,
+    fp8_weights: Annotated[
+        bool, typer.Option("--fp8-weights", help="Keep the blocks' weights in FP8 alone, in half of bf16's memory.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -66,24 +117,86 @@ def command(
     training. Arithmetic data shows the stride at every step and whether each sequence keeps its own.
 
     Beyond the model's context, each token is generated from the last `context` tokens alone.
+
+    A model generates in the precision that it was trained in: one trained in FP8 under its own recipe, with the scales
+    that it has learnt.
     """
-    model, checkpoint = load_model(run, hardware.device_named(device))
+    target = hardware.device_named(device)
+    checkpoint = find(run)
+    computing = _computing(checkpoint, precision, recipe, fp8_format, fp8_weights=fp8_weights)
+    model, weights = _load(checkpoint, target, computing)
     vocabulary, is_arithmetic = _vocabulary(checkpoint)
     prompts = _prompts(prompt, vocabulary, checkpoint, is_arithmetic=is_arithmetic)
     if tokens is None:
         tokens = _NEW_BYTES if isinstance(vocabulary, Bytes) else _NEW_NUMBERS
     # On the CPU, so that a seed draws the same numbers whatever the device.
     generator = torch.Generator().manual_seed(seed % 2**63)
-    rows = generate(model, prompts, tokens, temperature=temperature, top_k=top_k, generator=generator)
+    with computing.region(target):
+        rows = generate(model, prompts, tokens, temperature=temperature, top_k=top_k, generator=generator)
     samples = []
     for ids, row in zip(prompts, rows, strict=True):
         everything = row.tolist()
         steps = strides(everything, vocabulary.vocab_size) if is_arithmetic else None
         samples.append(_Sample(ids, everything[len(ids) :], steps))
     if as_json:
-        typer.echo(json.dumps(_as_dict(samples, vocabulary, checkpoint), ensure_ascii=False))
+        answer = _as_dict(samples, vocabulary, checkpoint) | {"precision": computing.precision}
+        if weights is not None:
+            answer["weights"] = {"bytes": weights.now, f"bytes_in_{weights.dtype}": weights.before}
+        typer.echo(json.dumps(answer, ensure_ascii=False))
     else:
+        if weights is not None:
+            typer.echo(
+                f"weights: {weights.now / 2**20:.1f} MiB with the blocks' in FP8, {weights.before / 2**20:.1f} MiB "
+                f"all in {weights.dtype}",
+                err=True,
+            )
         typer.echo(_as_text(samples, vocabulary))
+
+
+def _computing(
+    found: Checkpoint, precision: str, recipe: str | None, fp8_format: str | None, *, fp8_weights: bool
+) -> _Computing:
+    """How to compute, from what was asked for and what the checkpoint's run did.
+
+    Raises: UserError for names that are none, and for settings of FP8 where there is none.
+    """
+    for option, name, known in (
+        ("--precision", None if precision == "auto" else precision, ("auto", *get_args(Precision))),
+        ("--recipe", recipe, get_args(RecipeName)),
+        ("--fp8-format", fp8_format, get_args(FormatName)),
+    ):
+        if name is not None and name not in known:
+            raise UserError(f"{option} is {name!r}; choose one of {', '.join(known)}.")
+    trained: Any = found.config.get("precision", "fp32")
+    chosen: Any = trained if precision == "auto" else precision
+    if chosen not in get_args(Precision):
+        raise UserError(f"{found.path} was trained in {chosen!r}, which this version does not know; pass --precision.")
+    if chosen != "fp8" and not fp8_weights:
+        if recipe is not None or fp8_format is not None:
+            option = "--recipe" if recipe is not None else "--fp8-format"
+            raise UserError(
+                f"{option} is {recipe or fp8_format} and the precision is {chosen}; pass --precision fp8 or "
+                "--fp8-weights with it, or leave it out."
+            )
+        return _Computing(chosen, None, keeps_fp8_weights=False)
+    own_recipe, own_format = found.config.get("recipe") or "delayed", found.config.get("fp8_format") or "auto"
+    # A format belongs to the recipe that it was trained with.
+    formats = fp8_format or (own_format if recipe in (None, own_recipe) else "auto")
+    named: Any = recipe or own_recipe, formats
+    return _Computing(chosen, recipe_named(*named), keeps_fp8_weights=fp8_weights)
+
+
+def _load(found: Checkpoint, device: torch.device, computing: _Computing) -> tuple[GPT, _Weights | None]:
+    # Of the three forms, which are one function, the fused one multiplies in FP8.
+    if not computing.keeps_fp8_weights:
+        return model_of(found, device, form=None if computing.recipe is None else "fused"), None
+    dtype = dtype_of(computing.precision)
+    # On the CPU first: the device never holds more than the weights in FP8.
+    model = model_of(found, dtype=dtype, form="fused")
+    before = weight_bytes(model)
+    keep_weights_in_fp8(model, computing.recipe)
+    model.to(device)
+    return model, _Weights(weight_bytes(model), before, str(dtype).removeprefix("torch."))
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[Bytes | Numbers, bool]:

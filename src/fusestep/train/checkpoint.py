@@ -232,29 +232,42 @@ def find(path: str | Path) -> Checkpoint:
     return found
 
 
-def load_model(
-    path: str | Path,
+def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[GPT, Checkpoint]:
+    """The model of a run's folder or of one checkpoint, in evaluation mode, and what the checkpoint says of it.
+
+    The model is in fp32, whatever the dtype of the saved weights.
+
+    Args:
+        device: where the model goes.
+
+    Raises: UserError if there is no checkpoint, or a damaged or foreign one.
+    """
+    found = find(path)
+    return model_of(found, device), found
+
+
+def model_of(
+    found: Checkpoint,
     device: torch.device | str = "cpu",
     *,
     dtype: torch.dtype = torch.float32,
     form: Form | None = None,
-) -> tuple[GPT, Checkpoint]:
-    """The model of a run's folder or of one checkpoint, in evaluation mode, and what the checkpoint says of it.
+) -> GPT:
+    """The model of a checkpoint, in evaluation mode.
 
     Args:
         device: where the model goes.
         dtype: of the model, whatever that of the saved weights.
         form: whose code the blocks are (see GPTConfig), if not the one that was trained.
 
-    Raises: UserError if there is no checkpoint, or a damaged or foreign one.
+    Raises: DamagedCheckpointError.
     """
-    found = find(path)
     config = GPTConfig.from_dict(found.model)
     if form is not None:
         config = replace(config, form=form, norm=None)
     model = GPT(config, device=device, dtype=dtype)
     load_weights(model, found.weights(device), found.path)
-    return model.eval(), found
+    return model.eval()
 
 
 def load_weights(
