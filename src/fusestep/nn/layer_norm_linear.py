@@ -136,7 +136,7 @@ class LayerNormLinear(Linear, NormedModule):
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """(y, x + residual or None, norm or None); `call` is that of _Linear and (eps, centred, whether to give the norm)."""
+    """(y, x + residual or None, norm or None); `call` is _Linear's and (eps, centred, whether to give the norm)."""
 
     @staticmethod
     def forward(

@@ -269,8 +269,9 @@ class _LayerNormMLP(torch.autograd.Function):
                 dfc2_bias = rows.sum(0, dtype=torch.float32)
             if through_fc2:
                 da = input_gradient(casts, q, w2, w2_scale_inv, ctx.ffn, dtype)
+                rowwise = through_fc1 or not fc1_needed  # for the bias alone there is no product, but one cast
                 dh, dfc1_bias = casts.activation_gradient(
-                    da, h, ctx.activation, FC1_GRADIENT, through_fc1, fc1_needed, fc1_bias_needed
+                    da, h, ctx.activation, FC1_GRADIENT, rowwise, fc1_needed, fc1_bias_needed
                 )
                 del da
                 if through_fc1:
