@@ -134,7 +134,8 @@ def run_norm_quantize(
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
     statistics = torch.empty(known.statistics, dtype=torch.float32, device=device)
     total = None if residual is None else torch.empty(x.shape, dtype=known.total, device=device)
-    known.launches(x, residual, weight, bias, slots, counts, data, scale_inv, output, total, statistics)
+    written = (data.view(torch.uint8), scale_inv, output, total, statistics)
+    known.launches(x, residual, weight, bias, slots, counts, *written)
     return data, scale_inv, total, statistics
 
 

@@ -63,7 +63,7 @@ def _norm_quantize_kernel(
     bias_ptr,  # (WIDTH,) or None
     slots_ptr,  # (n, 4)
     counts_ptr,  # (n, 3) or None
-    data_ptr,  # (padded rows, padded WIDTH), or None: find the amax alone
+    data_ptr,  # (padded rows, padded WIDTH) bytes, or None: find the amax alone
     scale_inv_ptr,  # 0-d
     y_ptr,  # (rows, WIDTH) for y in high precision, or None
     sum_ptr,  # (rows, WIDTH), None without a residual
@@ -98,7 +98,6 @@ def _norm_quantize_kernel(
     else:
         out_rows = (rows + 15) // 16 * 16
         tiles = (out_rows - 1) // ROWS + 1
-        bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
         scale = _begin_cast(slots_ptr, counts_ptr, scale_inv_ptr, rows, index, WIDTH, E4M3, MARGIN, POWER_OF_TWO)
     largest = tl.zeros([ROWS, 1], tl.int32)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0), num_stages=STAGES):
@@ -118,7 +117,7 @@ def _norm_quantize_kernel(
         if data_ptr is not None:
             scaled = y * scale
             code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-            tl.store(bytes_ptr + row * OUT_WIDTH + column, code, mask=(row < out_rows) & (column < OUT_WIDTH))
+            tl.store(data_ptr + row * OUT_WIDTH + column, code, mask=(row < out_rows) & (column < OUT_WIDTH))
             if counts_ptr is not None:
                 _count(counts_ptr, index, y, scaled, code, E4M3)
     if RECORD:
@@ -189,8 +188,7 @@ def _norm_quantize_wide_kernel(
             if data_ptr is not None:
                 scaled = y * scale
                 code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-                bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-                tl.store(bytes_ptr + out_row * OUT_WIDTH + column, code, mask=column < OUT_WIDTH)
+                tl.store(data_ptr + out_row * OUT_WIDTH + column, code, mask=column < OUT_WIDTH)
                 if counts_ptr is not None:
                     _count(counts_ptr, index, y, scaled, code, E4M3)
     if RECORD:
@@ -219,7 +217,7 @@ class Launches(NamedTuple):
         total: Tensor | None,
         statistics: Tensor,
     ) -> None:
-        """Run both; y and statistics are contiguous, None for what is not there."""
+        """Run both; `data` are bytes, since GPUs before Ada's know no pointer to E4M3; None for what is not there."""
         self.amax(x, residual, weight, bias, slots, None, None, None, None, total, None)
         self.cast(x, residual, weight, bias, slots, counts, data, scale_inv, y, total, statistics)
 
@@ -279,13 +277,13 @@ def prepare(
 
 def compilations() -> Iterator[Compilation]:
     """The cast at each kind of launch, and the amax pass of both kernels."""
-    for width, element, more, data in (
-        (768, "bf16", False, "fp8e4nv"),
-        (768, "bf16", False, None),
-        (3072, "fp32", True, "fp8e5"),
-        (12288, "bf16", True, "fp8e4nv"),
-        (40000, "bf16", True, "fp8e4nv"),
-        (40000, "fp32", False, None),
+    for width, element, more, data, has_cast in (
+        (768, "bf16", False, "E4M3", True),
+        (768, "bf16", False, None, False),
+        (3072, "fp32", True, "E5M2", False),
+        (12288, "bf16", True, "E4M3", True),
+        (40000, "bf16", True, "E4M3", True),
+        (40000, "fp32", False, None, False),
     ):
         choice = quantize_launch(width, 132)
         kernel = _norm_quantize_wide_kernel
@@ -293,8 +291,8 @@ def compilations() -> Iterator[Compilation]:
             "WIDTH": width,
             "BLOCK": choice.block,
             "STATISTICS": (2 if element == "bf16" else 3) if not more else 1,
-            "E4M3": data != "fp8e5",
-            "HARDWARE_CAST": data is not None,
+            "E4M3": data != "E5M2",
+            "HARDWARE_CAST": has_cast,
             "RECORD": not more or data is None,
             "MARGIN": 0,
             "POWER_OF_TWO": more,
@@ -309,7 +307,7 @@ def compilations() -> Iterator[Compilation]:
             "bias_ptr": None if more else element,
             "slots_ptr": "fp32",
             "counts_ptr": "i64" if more else None,
-            "data_ptr": data,
+            "data_ptr": "u8" if data else None,
             "scale_inv_ptr": None if data is None else "fp32",
             "y_ptr": element if more else None,
             "sum_ptr": element if more else None,
@@ -320,10 +318,11 @@ def compilations() -> Iterator[Compilation]:
         numbers = {"rows": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32", "index": "i32"}
         yield Compilation(
             kernel,
-            f"{width}, {element} to {data or 'an amax'}{', all outputs' if more else ''}",
+            f"{width}, {element} to {data or 'an amax'}{', all outputs' if more else ''}"
+            f"{', rounded by integers' if data and not has_cast else ''}",
             there | numbers | dict.fromkeys(constexprs, "constexpr"),
             constexprs,
             choice.warps,
             divisible_by_16=frozenset(there) - {"scale_inv_ptr"} | {"x_stride", "residual_stride"},
-            minimum_capability=80 if data is None else 90,
+            minimum_capability=90 if has_cast else 80,
         )
