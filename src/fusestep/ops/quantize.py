@@ -2,13 +2,13 @@
 
     q = cast(saturate(x · scale)),   read as q · scale_inv,   scale_inv = 1 / scale
 
-x · scale is formed in fp32, saturates at the format's largest value (infinities too; NaN stays NaN) and is rounded to
-nearest, ties to even. x is a matrix, the activation of one, or the gradient of an activation's input.
+x · scale is formed in fp32, saturates at the format's largest value (infinities too; NaN becomes the byte 0x7F) and
+is rounded to nearest, ties to even. x is a matrix, the activation of one, or the gradient of an activation's input.
 
 The scale belongs to a *slot*, a row of `slots` (see roll_scales.py) on the device. A slot that has a scale is used as
 it is. One that has none yet takes its scale from its amax, which a pass over x before raises to max|x|:
 
-    scale = min(largest / amax / 2^margin, 2^126)          (1 where amax is 0 or not finite)
+    scale = largest / amax / 2^margin, bounded by 2^±126      (1 where amax is 0 or not finite)
 
 Nothing of this waits for the device, nor does a branch in Python depend on it. With `record` the slot's amax is raised
 by every cast.

@@ -4,7 +4,7 @@ A tile of ROWS × COLUMNS values is read once; what comes before the cast (an ac
 in fp32 in registers, and bytes leave twice, as they are and transposed. Bytes are transposed as bytes and stored as
 bytes: a compiler fault on Hopper can write foreign bytes where a kernel stores both forms as FP8 (triton#11111).
 
-What others use of this file: `slot_scale`, `raise_amax` and `fp8_code`, for kernels that cast what they compute.
+What others use of this file: `slot_scale`, `raise_amax_bits` and `fp8_code`, for kernels that cast what they compute.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def magnitude_bits(values):
 
 @triton.jit
 def raise_amax_bits(slots_ptr, index, bits):
-    """Raise a slot's amax to the largest of these magnitudes."""
+    """Raise a slot's amax to the largest of these `magnitude_bits`; the same whatever the order of programs."""
     place = (slots_ptr + index * 4 + 1).to(tl.pointer_type(tl.int32), bitcast=True)
     largest = tl.max(bits)
     # An old value that is read here costs an atomic that changes nothing; few programs need one.
@@ -76,14 +76,8 @@ def raise_amax_bits(slots_ptr, index, bits):
 
 
 @triton.jit
-def raise_amax(slots_ptr, index, values):
-    """Raise a slot's amax to max|values|, fp32; the same whatever the order of programs."""
-    raise_amax_bits(slots_ptr, index, magnitude_bits(values))
-
-
-@triton.jit
 def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN stays."""
+    """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN is 0x7F."""
     if HARDWARE_CAST:
         # The instruction saturates, infinities too.
         if E4M3:
@@ -105,8 +99,7 @@ def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
         anchor = (magnitude & 0 | SMALL).to(tl.float32, bitcast=True)
         tiny = (magnitude.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - SMALL
         code = tl.where(magnitude < (EXPONENT << 23), tiny, normal)
-        code = tl.where(is_nan, 0x7F, code) | ((bits >> 24) & 0x80)
-        code = code.to(tl.uint8)
+        code = tl.where(is_nan, 0x7F, code | ((bits >> 24) & 0x80)).to(tl.uint8)
     return code
 
 

@@ -52,7 +52,8 @@ def quantize_reference(
     slot[AMAX] = seen if record else torch.where(known != 0, slot[AMAX], seen)
     scaled = values * scale
     largest = torch.finfo(dtype).max
-    q = scaled.clamp(-largest, largest).to(dtype)
+    # One NaN, whatever the sign of one that comes, as the hardware has it.
+    q = torch.where(scaled.isnan(), torch.nan, scaled.clamp(-largest, largest)).to(dtype)
     if counts is not None:
         saturated = (scaled.abs() > largest).sum()
         flushed = ((values != 0) & (q.float() == 0)).sum()

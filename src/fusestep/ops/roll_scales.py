@@ -7,8 +7,8 @@ For each slot, with `length` entries of history in a ring:
     else                history[rolls mod length] ← amax, rolls ← rolls + 1, amax ← 0,
                         scale ← largest / max(history) / 2^margin      (or the newest amax instead of the max)
 
-Scales are kept within 2^-126 and 2^126, so that they and their inverses are normal numbers. One launch serves all modules of a model, over a table of addresses, one
-program for each slot.
+Scales are kept within 2^-126 and 2^126, so that they and their inverses are normal numbers. One launch serves
+all modules of a model, over a table of addresses, one program for each slot.
 Source of the rule: Transformer Engine's delayed scaling; what it does with zero and non-finite amaxes is ours.
 """
 
