@@ -142,6 +142,20 @@ def test_a_compiled_function_sees_the_region_and_records() -> None:
     assert state.rolls.tolist() == [2]
 
 
+def test_a_region_inside_a_compiled_function_rolls_in_every_call() -> None:
+    state = slots()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with fp8_autocast():
+            cast(state, 2.0)
+        return x + 1
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(4):
+        assert compiled(torch.zeros(2))[0] == 1.0
+    assert state.rolls.tolist() == [3]
+
+
 # When histories roll
 
 

@@ -10,7 +10,9 @@ modules and looked up at the others, which spares the host most of it and lets a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -48,6 +50,12 @@ class Pending:
         recorded, self._recorded = self._recorded, {}
         if not recorded:
             return
+        if "torch._dynamo" in sys.modules:
+            _without_compiling()(self, recorded)
+        else:
+            self._roll_all(recorded)
+
+    def _roll_all(self, recorded: dict[Reference, Any]) -> None:
         by_group: dict[Any, list[Slots]] = {}
         for reference, group in recorded.items():
             state = reference()
@@ -63,9 +71,6 @@ class Pending:
                 reduce_amaxes([state for state in states if state.recipe.reduce_amax], group)
             self._roll(states)
 
-    # What torch.compiler.disable sets, without its import of the compiler: a graph would keep what the first roll did.
-    roll.__dict__["_torchdynamo_disable"] = True
-
     def _roll(self, states: list[Slots]) -> None:
         states.sort(key=attrgetter("number"))
         numbers = tuple([state.number for state in states])
@@ -76,6 +81,13 @@ class Pending:
             plan = self._plans[numbers] = _plan(states)
         for batch in plan:
             batch.roll(states)
+
+
+@functools.cache
+def _without_compiling() -> Callable[[Pending, dict[Reference, Any]], None]:
+    """Rolls as they are where a region begins in a function that torch.compile traces; its import takes a second."""
+    unseen: Callable[[Pending, dict[Reference, Any]], None] = torch.compiler.disable(Pending._roll_all)
+    return unseen
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -175,7 +175,7 @@ def recipe_named(
     for what, value, known in (("recipe", name, RecipeName), ("fp8_format", fp8_format, FormatName)):
         if value not in get_args(known):
             raise UserError(f"recipe_named: {what} is {value!r}; choose one of {', '.join(get_args(known))}.")
-    formats = {} if fp8_format == "auto" else {"fp8_format": Format[fp8_format.upper()]}
+    formats: dict[str, Any] = {} if fp8_format == "auto" else {"fp8_format": Format[fp8_format.upper()]}
     if name == "delayed":
         return DelayedScaling(
             amax_history_len=AMAX_HISTORY if amax_history_len is None else amax_history_len, **formats
