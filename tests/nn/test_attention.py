@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.nn import DotProductAttention
+from fusestep.nn.attention import MOST_PLANS
 
 MASKS = [
     "no_mask",
@@ -442,3 +443,28 @@ def test_bf16_on_the_gpu(layout: str, mask: str, window: Window, groups: int, de
     exact_gradient = torch.autograd.grad(wanted, exact, upstream.double().nan_to_num(0.0))[0]
     assert (given - wanted).norm() / wanted.norm() < 0.01
     assert (gradient - exact_gradient.nan_to_num(0.0)).norm() / exact_gradient.nan_to_num(0.0).norm() < 0.01
+
+
+def test_settings_changed_after_a_call_count() -> None:
+    attention, q = DotProductAttention(2, 8, attention_dropout=0.5), torch.randn(2, 5, 2, 8)
+    attention(q, q, q)
+    attention.eval()
+    causal = attention(q, q, q)
+    attention.attn_mask_type = "no_mask"
+    whole = attention(q, q, q)
+    assert not torch.equal(whole[:, 0], causal[:, 0])
+    attention.window_size = (0, 0)
+    torch.testing.assert_close(attention(q, q, q), q.flatten(2))
+    attention.softmax_scale, attention.window_size = 0.0, None
+    torch.testing.assert_close(attention(q, q, q), q.mean(1, keepdim=True).expand_as(q).flatten(2))
+    attention.qkv_format = "sbhd"
+    torch.testing.assert_close(attention(q, q, q), q.mean(0, keepdim=True).expand_as(q).flatten(2))
+
+
+def test_what_is_kept_of_layouts_does_not_grow_without_bound() -> None:
+    attention = DotProductAttention(1, 8)
+    q = torch.randn(1, MOST_PLANS + 10, 1, 8)
+    for length in range(1, MOST_PLANS + 10):
+        part = q[:, :length][:, -1:]  # the same shape, of another tensor
+        attention(part.expand(1, 1 + length % 7, 1, 8), q[:, :length], q[:, :length])
+    assert len(attention._plans) <= MOST_PLANS

@@ -34,6 +34,7 @@ from fusestep.nn.attention_masks import (
     alibi_bias,
     checked_window,
     default_alibi_slopes,
+    is_named,
     keep_mask,
     mask_named,
     packed_keep_mask,
@@ -42,6 +43,9 @@ from fusestep.nn.attention_masks import (
 
 Format = Literal["bshd", "sbhd", "thd"]
 BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
+
+#: Layouts whose checks and choice are kept; sequences of all lengths, as generation has them, must not fill memory.
+MOST_PLANS = 1024
 
 #: A padding mask for queries and keys alike, or one for each.
 Masks = Tensor | tuple[Tensor, Tensor]
@@ -100,6 +104,7 @@ class DotProductAttention(nn.Module):
         self.attention_type = attention_type
         self.layer_number = layer_number
         self._backend: str | None = None
+        self._plans: dict[tuple[Any, ...], tuple[str, bool]] = {}
         self.register_load_state_dict_pre_hook(_drop_empty_extra_state)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -141,12 +146,24 @@ class DotProductAttention(nn.Module):
             no key gets zeros and gives no gradient.
         Raises: UserError for arguments that do not fit; nothing waits for the device to find out.
         """
+        q, k, v = query_layer, key_layer, value_layer
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = _in_autocast_dtype(q), _in_autocast_dtype(k), _in_autocast_dtype(v)
+        is_usual = (
+            (attention_mask is None and cu_seqlens_q is None and core_attention_bias is None)
+            and (qkv_format is None and attn_mask_type is None and window_size is None)
+            and (core_attention_bias_type == "no_bias" and not torch.compiler.is_compiling())
+        )
+        key = self._key(q, k, v) if is_usual else None
+        plan = None if key is None else self._plans.get(key)
+        if plan is not None:
+            return self._attend_named(q, k, v, *plan, self.qkv_format)
+
         who = type(self).__name__
         layout = self.qkv_format if qkv_format is None else _checked_format(who, qkv_format)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         mask = mask_named(who, mask_type)
         window = checked_window(who, self.window_size if window_size is None else window_size, mask)
-        q, k, v = (_in_autocast_dtype(tensor) for tensor in (query_layer, key_layer, value_layer))
         self._check(who, layout, q, k, v)
         if attention_mask is not None and not (mask.padding or mask.arbitrary):
             raise UserError(
@@ -164,22 +181,24 @@ class DotProductAttention(nn.Module):
             longest = (max_seqlen_q or q.shape[0], max_seqlen_kv or max_seqlen_q or k.shape[0])
             return self._attend_packed(q, k, v, starts, longest, mask, window, scale, dropout).flatten(1)
 
-        to_heads = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
-        back = (0, 2, 1, 3) if layout == "bshd" else (2, 0, 1, 3)
-        q, k, v = q.permute(to_heads), k.permute(to_heads), v.permute(to_heads)
+        as_given = (q, k, v)
+        q, k, v = _heads_first(q, layout), _heads_first(k, layout), _heads_first(v, layout)
         lengths = (q.shape[2], k.shape[2])
         bias = self._bias(who, core_attention_bias_type, core_attention_bias, alibi_slopes, lengths, mask, q)
-        is_square = lengths[0] == lengths[1]
-        is_limited = window != ((-1, 0) if mask.causal else (-1, -1))
+        is_aligned = lengths[0] == lengths[1] or mask.bottom_right
         is_plain = bias is None and not mask.padding and not mask.arbitrary
-        if is_plain and not is_limited and (is_square or not mask.bottom_right):
+        if is_plain and is_named(mask, window, lengths):
             backend = choose(q, k, v, mask.causal, dropout, self.training)
-            out = attend(q, k, v, backend, causal=mask.causal, scale=scale, dropout=dropout)
-        elif is_plain and (is_square or mask.bottom_right) and q.shape[-1] % 8 == 0 and serves_flash(q, k, v):
-            backend = "flash"
+            if key is not None:
+                if len(self._plans) >= MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = (backend, mask.causal)
+            return self._attend_named(*as_given, backend, mask.causal, layout)
+        if is_plain and is_aligned and q.shape[-1] % 8 == 0 and serves_flash(q, k, v):
+            self._note("flash")
             out = attend_window(q, k, v, window=window, scale=scale, dropout=dropout)
         else:
-            backend = "masked"
+            self._note("masked")
             padded: tuple[Tensor | None, Tensor | None] = (None, None)
             masked_out = None
             if mask.padding:
@@ -188,8 +207,25 @@ class DotProductAttention(nn.Module):
                 masked_out = _arbitrary(who, attention_mask, (q.shape[0], q.shape[1], *lengths))
             keep = keep_mask(mask, window, lengths, *padded, masked_out, q.device)
             out = attend_masked(q, k, v, keep, bias, scale=scale, dropout=dropout)
+        return _heads_last(out, layout)
+
+    def _key(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """All that checks and the choice of a kernel depend on, in a call without options."""
+        return (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device, self.training, self.qkv_format, self.attn_mask_type),
+            *(self.window_size, self.attention_dropout > 0, torch.are_deterministic_algorithms_enabled()),
+            # What the user switched off, with torch.nn.attention.sdpa_kernel for instance, stays off.
+            *(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()),
+        )
+
+    def _attend_named(self, q: Tensor, k: Tensor, v: Tensor, backend: str, causal: bool, layout: Format) -> Tensor:
+        """Under a mask that kernels know by name."""
         self._note(backend)
-        return out.permute(back).flatten(2).contiguous()  # copied only where the kernel has an order of its own
+        dropout = self.attention_dropout if self.training else 0.0
+        q, k, v = _heads_first(q, layout), _heads_first(k, layout), _heads_first(v, layout)
+        out = attend(q, k, v, backend, causal=causal, scale=self.softmax_scale, dropout=dropout)
+        return _heads_last(out, layout)
 
     def _attend_packed(
         self,
@@ -310,6 +346,17 @@ def _attend_tokens(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: 
     return attend_masked(q, k, v, keep, None, scale=scale, dropout=dropout).squeeze(0).transpose(0, 1)
 
 
+def _heads_first(tensor: Tensor, layout: Format) -> Tensor:
+    """(B, heads, S, D), a view."""
+    return tensor.transpose(1, 2) if layout == "bshd" else tensor.permute(1, 2, 0, 3)
+
+
+def _heads_last(out: Tensor, layout: Format) -> Tensor:
+    """(B, S, H·D) or (S, B, H·D) of (B, H, S, D); copied only where the kernel has an order of its own."""
+    out = out.transpose(1, 2) if layout == "bshd" else out.permute(2, 0, 1, 3)
+    return out.flatten(2).contiguous()
+
+
 def check_heads(who: str, heads: int, groups: int) -> None:
     """Raises: UserError unless both are positive and the groups divide the heads."""
     if heads < 1 or groups < 1 or heads % groups:
@@ -327,10 +374,7 @@ def _checked_format(who: str, layout: str) -> Format:
 
 def _in_autocast_dtype(tensor: Tensor) -> Tensor:
     """As autocast casts the arguments of scaled_dot_product_attention; the kernels called directly are not told."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor if tensor.dtype is torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _packed_starts(who: str, q: Tensor, k: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> Any:

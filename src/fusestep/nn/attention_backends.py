@@ -21,7 +21,6 @@ Legend: B batch, H heads, G key heads, S sequence length, D head size.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +40,6 @@ HALVES = frozenset((torch.bfloat16, torch.float16))
 #: How the choices read in words.
 NAMES = {"cudnn": "cuDNN", "flash": "flash attention", "torch": "what torch chooses itself", "masked": "a mask"}
 
-_chosen: dict[tuple[Any, ...], str] = {}
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, backend: str, *, causal: bool, scale: float, dropout: float) -> Tensor:
     """Attention to all keys, or causally to those not after the query, counted from the first: (B, H, Sq, D)."""
@@ -60,22 +57,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: str, *, causal: bool, scale
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, training: bool) -> str:
-    """`cudnn` or `flash` where we call the kernel ourselves, else `torch`, for torch's own choice."""
+    """`cudnn` or `flash` where we call the kernel ourselves, else `torch`, for torch's own choice; worth keeping."""
     if not q.is_cuda or torch.compiler.is_compiling() or type(q) is not Tensor:
         return "torch"
-    key = (
-        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(causal, dropout > 0, training, torch.are_deterministic_algorithms_enabled()),
-        # What the user switched off, with torch.nn.attention.sdpa_kernel for instance, stays off.
-        *(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()),
-    )
-    backend = _chosen.get(key)
-    if backend is None:
-        backend = _chosen[key] = _choose(q, k, v, causal, dropout, training)
-    return backend
-
-
-def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, training: bool) -> str:
     # torch pads other head sizes, and knows what ROCm has.
     if q.shape[-1] % 8 or q.dtype not in HALVES or torch.version.hip is not None or dispatch.asked_for_torch():
         return "torch"

@@ -63,6 +63,11 @@ def checked_window(who: str, window: tuple[int, int] | None, mask: Mask) -> tupl
     return (window[0], 0) if mask.causal else (window[0], window[1])
 
 
+def is_named(mask: Mask, window: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """Whether kernels know the mask by the name "causal" or as none at all, as far as places decide it."""
+    return window == ((-1, 0) if mask.causal else (-1, -1)) and (lengths[0] == lengths[1] or not mask.bottom_right)
+
+
 def within_window(queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor | None:
     """Whether a key's place is within the window of a query's, places broadcast; None for a window without limits."""
     left, right = window
