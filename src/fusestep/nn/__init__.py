@@ -8,6 +8,7 @@ from fusestep.nn.linear import Linear
 from fusestep.nn.multihead_attention import MultiheadAttention
 from fusestep.nn.normalization import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
 from fusestep.nn.transformer_layer import TransformerLayer
+from fusestep.ops.rotary import RotaryPositionEmbedding
 
 __all__ = [
     "DotProductAttention",
@@ -19,6 +20,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "TransformerLayer",
     "functional",
 ]
