@@ -51,13 +51,17 @@ LARGEST_MARGIN = 16
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
-class _Plan(NamedTuple):
-    """What a cast of tensors of certain layouts needs beside them: the shapes of what it writes, and launches."""
+#: Sizes and strides.
+_Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
-    data: tuple[int, int] | None
-    transposed: tuple[int, int] | None
-    sums: int | None
-    partials: tuple[int, int] | None
+
+class _Plan(NamedTuple):
+    """What a cast of tensors of certain layouts needs beside them: the layouts of what it writes, and launches."""
+
+    data: _Shape | None
+    transposed: _Shape | None
+    sums: _Shape | None
+    partials: _Shape | None
     launches: QuantizeLaunches
 
 
@@ -88,10 +92,11 @@ def run_quantize(
     plan = _plans.get(key)
     if plan is None or not dispatch.uses_triton("quantize", device):
         return _first(key, x, h, slots, counts, options)
-    empty = torch.empty
-    data = None if plan.data is None else empty(plan.data, dtype=dtype, device=device)
-    transposed = None if plan.transposed is None else empty(plan.transposed, dtype=dtype, device=device)
-    scale_inv = empty((), dtype=torch.float32, device=device)
+    # Memory of their own, since data is often let go before its transpose.
+    empty = torch.empty_strided
+    data = None if plan.data is None else empty(*plan.data, dtype=dtype, device=device)
+    transposed = None if plan.transposed is None else empty(*plan.transposed, dtype=dtype, device=device)
+    scale_inv = empty((), (), dtype=torch.float32, device=device)
     launches = plan.launches
     written = data, transposed
     if launches.as_bytes:
@@ -100,14 +105,18 @@ def run_quantize(
     if plan.sums is None:
         launches.cast(x, h, *written, scale_inv, slots, counts, None)
         return data, transposed, scale_inv, None
-    sums = empty(plan.sums, dtype=torch.float32, device=device)
+    sums = empty(*plan.sums, dtype=torch.float32, device=device)
     if plan.partials is None or launches.total is None:  # one tile of rows, whose sums are the whole
         launches.cast(x, h, *written, scale_inv, slots, counts, sums)
     else:
-        partials = empty(plan.partials, dtype=torch.float32, device=device)
+        partials = empty(*plan.partials, dtype=torch.float32, device=device)
         launches.cast(x, h, *written, scale_inv, slots, counts, partials)
         launches.total(partials, sums, None)
     return data, transposed, scale_inv, sums
+
+
+def _dense(rows: int, columns: int) -> _Shape:
+    return (rows, columns), (columns, 1)
 
 
 def _as_bytes(tensor: Tensor | None) -> Tensor | None:
@@ -160,10 +169,10 @@ def _first(
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = _Plan(
-        (padded(rows), padded(columns)) if rowwise else None,
-        (padded(columns), padded(rows)) if columnwise else None,
-        columns if column_sums else None,
-        launches.partials,
+        _dense(padded(rows), padded(columns)) if rowwise else None,
+        _dense(padded(columns), padded(rows)) if columnwise else None,
+        ((columns,), (1,)) if column_sums else None,
+        None if launches.partials is None else _dense(*launches.partials),
         launches,
     )
     return run_quantize(

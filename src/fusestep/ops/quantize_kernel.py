@@ -399,7 +399,8 @@ def prepare_quantize(
         STAGES=AMAX_STAGES,
         num_warps=finder.warps,
     )
-    choice = quantize_launch(columnwise, gradient)
+    # Flat tiles would write as many partial sums as the tensor has bytes.
+    choice = quantize_launch(columnwise or column_sums, gradient)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
     down = -(-padded(rows) // choice.rows)
     cast = PreparedLaunch(
