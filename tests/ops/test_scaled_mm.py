@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
@@ -70,6 +70,7 @@ def test_a_product_is_that_of_the_dequantised_operands(
         assert error <= (FAST if fast else PRECISE) + ROUNDING[out_dtype]
 
 
+@settings(max_examples=40)
 @given(rows=st.integers(1, 70), columns=st.integers(1, 70), inner=st.integers(1, 300), seed=st.integers(0, 2**31))
 def test_any_shape_equals_the_product_without_padding(rows: int, columns: int, inner: int, seed: int) -> None:
     torch.manual_seed(seed)
