@@ -13,7 +13,7 @@ from torch import Tensor
 from fusestep import fp8
 from fusestep.errors import UserError
 from fusestep.nn import LayerNorm, MultiheadAttention, RMSNorm, TransformerLayer
-from fusestep.ops.rotary import RotaryPositionEmbedding
+from fusestep.nn.rotary import RotaryPositionEmbedding
 
 W, FFN, H = 24, 20, 6
 

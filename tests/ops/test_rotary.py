@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
-from fusestep.ops.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb, compilations, rotary, rotary_launch
+from fusestep.nn import RotaryPositionEmbedding
+from fusestep.ops.rotary import apply_rotary_pos_emb, rotary
+from fusestep.ops.rotary_kernel import compilations, rotary_launch
 
 #: The interpreter truncates where hardware rounds to bf16: one unit in the last place instead of half.
 TOLERANCE = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 6e-3}

@@ -7,8 +7,8 @@ from fusestep.nn.layer_norm_mlp import LayerNormMLP
 from fusestep.nn.linear import Linear
 from fusestep.nn.multihead_attention import MultiheadAttention
 from fusestep.nn.normalization import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
+from fusestep.nn.rotary import RotaryPositionEmbedding
 from fusestep.nn.transformer_layer import TransformerLayer
-from fusestep.ops.rotary import RotaryPositionEmbedding
 
 __all__ = [
     "DotProductAttention",
