@@ -50,7 +50,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_names_of_each_part() -> None:
     wanted = {
         "optim": {"FusedAdam", "accumulate_in_fp32", "clip_grad_norm_"},
-        "nn": {"FusedLayerNorm", "FusedRMSNorm", "functional"},
+        "nn": {
+            *("FusedLayerNorm", "FusedRMSNorm", "LayerNorm", "RMSNorm", "functional"),
+            *("Linear", "LayerNormLinear", "LayerNormMLP"),
+            *("DotProductAttention", "MultiheadAttention", "TransformerLayer"),
+        },
         "models": {"GPT", "GPTConfig", "PRESETS", "generate"},
         "data": {"TextFiles", "TokenFile", "arithmetic_sequences", "open_source"},
     }

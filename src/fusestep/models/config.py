@@ -22,7 +22,8 @@ class GPTConfig:
 
     - `seed`: nn.MultiheadAttention with an additive mask, nn.LayerNorm and an nn.Sequential MLP;
     - `plain`: one product for q, k and v, causal scaled_dot_product_attention, norms and adds apart;
-    - `fused`: as plain, with fused norms that take the residual add in.
+    - `fused`: fusestep.nn.TransformerLayer, whose norms take the residual add in, and whose products are FP8 inside
+      fusestep.fp8.fp8_autocast.
 
     Attributes:
         vocab_size: rows of the embedding and of the head.

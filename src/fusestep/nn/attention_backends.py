@@ -58,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, backend: str, *, causal: bool, scale
 
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, training: bool) -> str:
     """`cudnn` or `flash` where we call the kernel ourselves, else `torch`, for torch's own choice; worth keeping."""
-    if not q.is_cuda or torch.compiler.is_compiling() or type(q) is not Tensor:
+    if not q.is_cuda or not q.numel() or torch.compiler.is_compiling() or type(q) is not Tensor:
         return "torch"
     # torch pads other head sizes, and knows what ROCm has.
     if q.shape[-1] % 8 or q.dtype not in HALVES or torch.version.hip is not None or dispatch.asked_for_torch():
@@ -181,9 +181,11 @@ def check_total(starts: Tensor, total: int) -> None:
     `starts`, so it is checked once.
     """
     global _checked
+    message = "DotProductAttention: cu_seqlens does not end with the number of packed tokens"
+    if torch.compiler.is_compiling():
+        torch._assert_async(starts[-1] == total, message)
+        return
     if _checked is not None and (_checked[0]() is starts and _checked[1:] == (starts._version, total)):
         return
-    torch._assert_async(
-        starts[-1] == total, "DotProductAttention: cu_seqlens does not end with the number of packed tokens"
-    )
+    torch._assert_async(starts[-1] == total, message)
     _checked = (weakref.ref(starts), starts._version, total)
