@@ -21,7 +21,7 @@ from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.quantize_kernel import fp8_code, has_fp8_cast, magnitude_bits
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
-_LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
+_SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
 
 TILE = 128
 
@@ -36,8 +36,10 @@ def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """(scale, its inverse) of blocks of these largest magnitudes."""
     is_usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
     amax = tl.where(is_usable, amax_bits.to(tl.float32, bitcast=True), 1.0)
+    # Of this amax the scale is the largest one, exactly; below it the quotient might overflow.
+    SMALLEST: tl.constexpr = LARGEST * _SMALLEST_INVERSE
+    amax = tl.where(amax > SMALLEST, amax, SMALLEST)
     scale = tl.div_rn(tl.zeros_like(amax) + LARGEST, amax)
-    scale = tl.where(scale < _LARGEST_SCALE, scale, _LARGEST_SCALE)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(is_usable, scale, 1.0)
