@@ -3,28 +3,29 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from fusestep.errors import UserError
-from fusestep.ladder.rungs import RUNGS, Recipe, recipe_of, select
+from fusestep.ladder.rungs import RUNGS, Recipe, default_names, recipe_of, select
 
 NAMES = [rung.name for rung in RUNGS]
 
 
-def test_the_first_four_rungs_have_their_names() -> None:
-    assert NAMES[:4] == ["adam", "fused-adam", "fused-norm", "amp"]
+def test_the_rungs_have_their_names() -> None:
+    assert NAMES == ["adam", "fused-adam", "fused-norm", "amp", "blocks", "fp8"]
 
 
 def test_each_rung_keeps_every_change_of_those_before() -> None:
-    plain = asdict(Recipe())
-    changed: set[str] = set()
+    plain = before = asdict(Recipe())
     for name in NAMES:
         recipe = asdict(recipe_of(name))
-        now = {field for field, value in recipe.items() if value != plain[field]}
-        assert changed <= now
-        assert len(now - changed) == (0 if name == NAMES[0] else 1), "one change a rung"
-        changed = now
+        assert all(recipe[field] != plain[field] for field, value in before.items() if value != plain[field])
+        changed = [field for field, value in recipe.items() if value != before[field]]
+        assert len(changed) == (0 if name == NAMES[0] else 1), "one change a rung"
+        before = recipe
     assert recipe_of("adam") == Recipe("seed", "torch", "torch", "fp32")
     assert recipe_of("amp") == Recipe("seed", "fused", "fused", "bf16")
+    assert recipe_of("fp8") == Recipe("fused", "fused", "fused", "fp8", "delayed", "auto", None)
 
 
 def test_every_rung_but_the_first_says_when_it_does_not_pay() -> None:
@@ -35,6 +36,8 @@ def test_every_rung_but_the_first_says_when_it_does_not_pay() -> None:
     ("text", "expected"),
     [
         ("1-4", NAMES[:4]),
+        ("1-6", NAMES),
+        ("5,fp8", ["adam", "blocks", "fp8"]),
         ("amp", ["adam", "amp"]),  # every gain is over the first
         ("amp, fused-adam", ["adam", "fused-adam", "amp"]),
         ("2,2,adam", ["adam", "fused-adam"]),
@@ -49,6 +52,13 @@ def test_rungs_are_named_numbered_or_ranged(text: str, expected: list[str]) -> N
 def test_what_is_no_rung_is_one_sentence_that_lists_them(text: str) -> None:
     with pytest.raises(UserError, match="1 adam, 2 fused-adam, 3 fused-norm, 4 amp"):
         select(text)
+
+
+def test_by_default_fp8_runs_where_the_device_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert list(default_names(cpu)) == NAMES[:5]
+    monkeypatch.setattr("fusestep.ladder.rungs.support", lambda device: (True, "FP8 tensor cores"))
+    assert list(default_names(cpu)) == NAMES
 
 
 def test_a_recipe_of_no_rung_is_a_mistake_of_the_caller() -> None:

@@ -188,8 +188,10 @@ def _computing(
 
 def _load(found: Checkpoint, device: torch.device, computing: _Computing) -> tuple[GPT, _Weights | None]:
     # Of the three forms, which are one function, the fused one multiplies in FP8.
+    if computing.recipe is None:
+        return model_of(found, device), None
     if not computing.keeps_fp8_weights:
-        return model_of(found, device, form=None if computing.recipe is None else "fused"), None
+        return model_of(found, device, form="fused"), None
     dtype = dtype_of(computing.precision)
     # On the CPU first: the device never holds more than the weights in FP8.
     model = model_of(found, dtype=dtype, form="fused")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusestep.errors import UserError
+from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
 from fusestep.ladder import LadderConfig, ladder, report
 from fusestep.ladder.run import Progress as Report
 
@@ -22,7 +24,13 @@ def command(
     preset: Annotated[
         str, typer.Option(help="tiny, mini, scaleup or gpt2; auto is mini on a GPU and tiny on a CPU.")
     ] = "auto",
-    rungs: Annotated[str, typer.Option(help="Which rungs: names, numbers and ranges, as in adam,amp or 1-4.")] = "1-4",
+    rungs: Annotated[
+        str,
+        typer.Option(
+            help="Which rungs: names, numbers and ranges, as in adam,amp or 1-6; auto is all, without fp8 where it "
+            "would be emulated."
+        ),
+    ] = "auto",
     data: Annotated[str, typer.Option(help="What is timed on: synthetic, text:PATH or tokens:PATH.")] = "synthetic",
     rounds: Annotated[
         int | None, typer.Option(help="Times that each rung is timed, in a new process each; 5 on a GPU, 3 on a CPU.")
@@ -36,6 +44,14 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, data and the order of the rungs.")] = 0,
+    recipe: Annotated[str, typer.Option(help="Of the rung fp8: delayed, current, block or mxfp8.")] = "delayed",
+    fp8_format: Annotated[str, typer.Option(help="Of the rung fp8: auto, hybrid or e4m3.")] = "auto",
+    amax_history: Annotated[
+        int | None, typer.Option(help=f"Of the rung fp8: steps that delayed scaling remembers; {AMAX_HISTORY}.")
+    ] = None,
+    fp8_stats: Annotated[
+        bool, typer.Option("--fp8-stats", help="Count what the rung fp8 saturates during its gate; shows the worst.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The folder for ladder.json and ladder.csv.")] = Path("ladder"),
     as_json: Annotated[bool, typer.Option("--json", help="Print ladder.json instead of the table.")] = False,
 ) -> None:
@@ -44,7 +60,24 @@ def command(
     Every rung first trains on the same text as rung 1 and must reach the same loss; then all are timed in rounds, each
     time in a process of its own.
     """
-    config = LadderConfig(preset, rungs, data, rounds, steps, gate_steps, batch, device, seed)
+    for option, name, known in (("--recipe", recipe, RecipeName), ("--fp8-format", fp8_format, FormatName)):
+        if name not in get_args(known):
+            raise UserError(f"{option} is {name!r}; choose one of {', '.join(get_args(known))}.")
+    config = LadderConfig(
+        preset,
+        rungs,
+        data,
+        rounds,
+        steps,
+        gate_steps,
+        batch,
+        device,
+        seed,
+        scaling=cast(RecipeName, recipe),
+        fp8_format=cast(FormatName, fp8_format),
+        amax_history=amax_history,
+        fp8_stats=fp8_stats,
+    )
     report.check_folder(out)
     errors = Console(stderr=True)
     if errors.is_terminal:

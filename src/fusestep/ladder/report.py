@@ -175,7 +175,10 @@ def _gain_in_words(comparison: Comparison | None) -> str:
 def _runs_as(result: RungResult) -> str:
     if result.rung.fused is None:
         return "torch's own"
-    return "reference, not fused" if result.served_by_reference([result.rung.fused]) else "Triton kernel"
+    part = result.served_by_reference([result.rung.fused])
+    if part is not None:
+        return "emulated" if part.implementation == "emulated" else "reference, not fused"
+    return "Triton kernel" if result.recipe.precision != "fp8" else "the device's FP8"
 
 
 def _remarks(ladder: Ladder) -> list[str]:
@@ -209,6 +212,13 @@ def _remarks(ladder: Ladder) -> list[str]:
                     + (why if comparison.reason else ""),
                     name,
                 )
+        if result.saturation is not None:
+            worst = result.saturation
+            remark(
+                f"of the elements of {worst['module']}'s {worst['tensor']}, the worst of {worst['tensors']} tensors, "
+                f"{worst['saturated']:.4%} were saturated and {worst['flushed']:.4%} flushed to zero during the gate",
+                name,
+            )
         if result.is_launch_bound:
             remark(
                 f"launch-bound: the device is busy {result.device:.2f} ms of a step, the host queues it in "
@@ -236,6 +246,7 @@ def _rung_as_dict(result: RungResult) -> dict[str, Any]:
         "recipe": asdict(result.recipe),
         "gate": None if result.verdict is None else asdict(result.verdict),
         "losses": list(result.losses),
+        "saturation": None if result.saturation is None else dict(result.saturation),
         "over_first": _comparison_as_dict(result.over_first),
         "over_previous": _comparison_as_dict(result.over_previous),
         "doubling": result.doubling,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fusestep.ladder.gate import Verdict
 from fusestep.ladder.memory import Peak
-from fusestep.ladder.rungs import Recipe, Rung
+from fusestep.ladder.rungs import SERVED, Recipe, Rung
 from fusestep.ladder.statistics import Gain, Spread, paired_gain, spread
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import DOUBLING_WITHIN, Timing
@@ -64,7 +64,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RungResult:
-    """All of one rung: its gate, its raw rounds (in order), its comparisons, or the sentence why it did not run."""
+    """All of one rung: its gate, its raw rounds (in order), its comparisons, or the sentence why it did not run.
+
+    `saturation` is the worst tensor of an FP8 gate, where that was counted: as `Step.worst_saturation` gives it.
+    """
 
     rung: Rung
     recipe: Recipe
@@ -76,6 +79,7 @@ class RungResult:
     log: str = ""
     over_first: Comparison | None = None
     over_previous: Comparison | None = None
+    saturation: Mapping[str, Any] | None = None
 
     @property
     def step(self) -> Spread | None:
@@ -128,12 +132,12 @@ class RungResult:
         return _median([ratio for r in self.rounds for ratio in r.timing.doublings])
 
     def served_by_reference(self, names: Sequence[str]) -> Part | None:
-        """The first of the parts `names` that is not our kernel in some round, or is not in the step at all."""
+        """The first of the parts `names` that is no kernel in some round, or is not in the step at all."""
         for name in names:
             for r in self.rounds:
                 found = [part for part in r.parts if part.name == name]
                 for part in found or [Part(name, "absent", "the step did not call it")]:
-                    if part.implementation != "triton":
+                    if part.implementation not in SERVED:
                         return part
         return None
 
@@ -154,7 +158,8 @@ def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Compar
     gain = paired_gain(other.times, this.times)
     part = this.served_by_reference(fused)
     if part is not None:
-        why = f"the fused part {part.name} ran as its reference, not fused: {part.reason}"
+        what = "was emulated" if part.implementation == "emulated" else "ran as its reference, not fused"
+        why = f"the fused part {part.name} {what}: {part.reason}"
         return Comparison(over, gain, "slower", why) if gain.is_slower else nothing(why, gain)
     for result in (other, this):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:

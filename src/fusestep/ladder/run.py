@@ -13,10 +13,12 @@ import torch
 from fusestep import hardware
 from fusestep.data import open_source
 from fusestep.errors import UserError
+from fusestep.fp8 import support
+from fusestep.fp8.recipes import FormatName, RecipeName, recipe_named
 from fusestep.ladder import environment, gate
 from fusestep.ladder.processes import ENVIRONMENT, Workers
 from fusestep.ladder.results import Ladder, Round, RungResult, compare
-from fusestep.ladder.rungs import RUNGS, Recipe, Rung, recipe_of, select
+from fusestep.ladder.rungs import RUNGS, Recipe, Rung, default_names, recipe_of, select
 from fusestep.ladder.statistics import METHOD
 from fusestep.ladder.timing import steps_in_windows
 from fusestep.ladder.worker import Request
@@ -39,7 +41,7 @@ class LadderConfig:
 
     Attributes:
         preset: a name of `fusestep.models.PRESETS`; auto is mini on a GPU and tiny on a CPU.
-        rungs: which, as `fusestep.ladder.rungs.select` reads it.
+        rungs: which, as `fusestep.ladder.rungs.select` reads it; auto is all that mean something on the device.
         data: what the timed steps train on, as `fusestep.data.open_source` reads it; the gate has its own text.
         rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
         steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
@@ -47,10 +49,12 @@ class LadderConfig:
         batch: sequences a step.
         device: as `fusestep.hardware.device_named` reads it.
         seed: of weights, data and the order of the rungs.
+        scaling, fp8_format, amax_history: of the rung fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
+        fp8_stats: count what FP8 saturates while the gate runs.
     """
 
     preset: str = "auto"
-    rungs: str = "1-4"
+    rungs: str = "auto"
     data: str = "synthetic"
     rounds: int | None = None
     steps: int | None = None
@@ -58,6 +62,10 @@ class LadderConfig:
     batch: int | None = None
     device: str = "auto"
     seed: int = 0
+    scaling: RecipeName = "delayed"
+    fp8_format: FormatName = "auto"
+    amax_history: int | None = None
+    fp8_stats: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,10 @@ class Plan:
     batch: int
     device: str
     seed: int
+    scaling: RecipeName
+    fp8_format: FormatName
+    amax_history: int | None
+    fp8_stats: bool
     model: GPTConfig
     gate_model: GPTConfig
     parameters: int
@@ -83,6 +95,13 @@ class Plan:
         fields = asdict(self)
         del fields["notes"]
         return fields
+
+    def recipe_of(self, name: str, rungs: Sequence[Rung]) -> Recipe:
+        """The recipe of a rung, FP8 in the way that was asked for."""
+        recipe = recipe_of(name, rungs)
+        if recipe.precision != "fp8":
+            return recipe
+        return replace(recipe, scaling=self.scaling, fp8_format=self.fp8_format, amax_history=self.amax_history)
 
     def request(self, recipe: Recipe) -> Request:
         """The request that times a recipe."""
@@ -97,6 +116,7 @@ class Plan:
             data=gate.DATA,
             steps=self.gate_steps,
             reverse=reverse,
+            fp8_stats=self.fp8_stats and recipe.precision == "fp8",
         )
 
 
@@ -111,8 +131,8 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
             raise UserError(f"--{name.replace('_', '-')} is {value}; give 1 to {MAXIMUM_COUNT}.")
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}; give an integer from 0 to 2^63 - 1.")
-    names = select(config.rungs, rungs)
     device = hardware.device_named(config.device)
+    names = default_names(device, rungs) if config.rungs == "auto" else select(config.rungs, rungs)
     on_gpu = device.type == "cuda"
     preset = ("mini" if on_gpu else "tiny") if config.preset == "auto" else config.preset
     if preset not in PRESETS:
@@ -126,6 +146,7 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
         notes.append(
             f"Measured on the CPU{why}{smaller}; peak is the largest resident set of a process, libraries included."
         )
+    notes += _fp8_notes(config, names, rungs, device)
     if interpreted():
         notes.append("TRITON_INTERPRET=1: kernels run through an interpreter, and their times say nothing of a GPU.")
     return Plan(
@@ -138,6 +159,10 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
         batch=config.batch or BATCH[preset],
         device=str(device),
         seed=config.seed,
+        scaling=config.scaling,
+        fp8_format=config.fp8_format,
+        amax_history=config.amax_history,
+        fp8_stats=config.fp8_stats,
         model=model,
         gate_model=_for_symbols(base, 256),
         parameters=GPT(model, device="meta").parameter_count(),
@@ -171,7 +196,7 @@ def run(plan: Plan, rungs: Sequence[Rung], progress: Progress) -> Ladder:
     """Measure what was planned."""
     by_name = {rung.name: rung for rung in rungs}
     tokens = plan.batch * plan.model.context
-    results = {name: RungResult(by_name[name], recipe_of(name, rungs), tokens) for name in plan.rungs}
+    results = {name: RungResult(by_name[name], plan.recipe_of(name, rungs), tokens) for name in plan.rungs}
     orders = orders_of_rounds(plan.rungs, plan.rounds, plan.seed)
     total = len(results) + 1 + plan.rounds * len(results)
     with Workers() as workers:
@@ -239,7 +264,9 @@ def _pass_gate(
                 if baseline and reordered is not None
                 else None
             )
-            results[name] = replace(results[name], losses=tuple(curve["losses"]), verdict=verdict)
+            results[name] = replace(
+                results[name], losses=tuple(curve["losses"]), verdict=verdict, saturation=curve["saturation"]
+            )
 
 
 def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[RungResult, ...]:
@@ -261,6 +288,38 @@ def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[Ru
         )
         for place, result in enumerate(ordered)
     )
+
+
+def _fp8_notes(config: LadderConfig, names: Sequence[str], rungs: Sequence[Rung], device: torch.device) -> list[str]:
+    """Check what is asked of the rung fp8, and say where it is emulated, left out or not the default.
+
+    Raises: UserError for options that nothing comes of.
+    """
+    in_fp8 = [rung.name for rung in rungs if recipe_of(rung.name, rungs).precision == "fp8"]
+    if config.amax_history is not None and config.scaling != "delayed":
+        raise UserError(
+            f"--amax-history is {config.amax_history} and --recipe is {config.scaling}, which has none; leave one out."
+        )
+    recipe = recipe_named(config.scaling, config.fp8_format, config.amax_history)
+    is_native, why = support(device, recipe)
+    if not set(in_fp8) & set(names):
+        chosen = {"--recipe": config.scaling != "delayed", "--fp8-format": config.fp8_format != "auto"}
+        chosen |= {"--amax-history": config.amax_history is not None, "--fp8-stats": config.fp8_stats}
+        for option, is_given in chosen.items():
+            if is_given:
+                raise UserError(
+                    f"{option} is of the rung fp8, which is not run; name it with --rungs, or leave it out."
+                )
+        if in_fp8 and config.rungs == "auto":
+            left_out = f"The rung {', '.join(in_fp8)} is left out, since FP8 would be emulated: {why}"
+            return [f"{left_out}; --rungs 1-{len(rungs)} runs it."]
+        return []
+    if config.fp8_stats and not recipe.has_history:
+        raise UserError(
+            f"--fp8-stats looks at the state of delayed scaling and --recipe is {config.scaling}; leave one out."
+        )
+    notes = [] if is_native else [f"FP8 is emulated: the numbers of FP8, and slower than without; {why}."]
+    return notes if recipe == recipe_named() else [*notes, f"The rung {', '.join(in_fp8)} is {recipe}."]
 
 
 def _for_symbols(base: GPTConfig, symbols: int) -> GPTConfig:

@@ -11,10 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from fusestep.errors import UserError
+from fusestep.fp8 import support
+from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
 from fusestep.models.config import Form, Norm
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]
+
+#: What an op has to run as for a rung to mean something: our kernel, or the device's own FP8 product.
+SERVED = ("triton", "native")
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Recipe:
     Attributes:
         form, norm: as in `fusestep.models.GPTConfig`.
         optimizer: "torch" (torch.optim.AdamW as torch sets it up by default) or "fused" (fusestep.optim.FusedAdam).
-        precision: "fp32" (TF32 off), or "bf16" through torch.amp.autocast.
+        precision: "fp32" (TF32 off), "bf16" through torch.amp.autocast, or "fp8" within it, by fp8_autocast.
+        scaling, fp8_format, amax_history: with fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
         lr: learning rate; weight decay is torch's default, 0.01.
     """
 
@@ -32,6 +40,9 @@ class Recipe:
     norm: Norm = "torch"
     optimizer: Literal["torch", "fused"] = "torch"
     precision: Precision = "fp32"
+    scaling: RecipeName = "delayed"
+    fp8_format: FormatName = "auto"
+    amax_history: int | None = None
     lr: float = 3e-4
 
 
@@ -43,7 +54,8 @@ class Rung:
         name: what --rungs calls it.
         summary: what it is, in a few words.
         change: from the recipe of the rung before to this one's.
-        fused: the op that must run as our kernel for the rung to mean anything; None where the change is torch's own.
+        fused: the op that must run as our kernel, or as the device's own FP8 product, for the rung to mean anything;
+            None where the change is torch's own.
         slower_when: the likely cause when it does not pay, though everything runs as it should.
     """
 
@@ -70,6 +82,14 @@ def _amp(recipe: Recipe) -> Recipe:
     return replace(recipe, precision="bf16")
 
 
+def _blocks(recipe: Recipe) -> Recipe:
+    return replace(recipe, form="fused")
+
+
+def _fp8(recipe: Recipe) -> Recipe:
+    return replace(recipe, precision="fp8")
+
+
 RUNGS: tuple[Rung, ...] = (
     Rung("adam", "torch.optim.AdamW, FP32, nn.MultiheadAttention and nn.LayerNorm", _adam, None, ""),
     Rung(
@@ -93,11 +113,25 @@ RUNGS: tuple[Rung, ...] = (
         None,
         "casting every weight and activation costs more than BF16 products save at this width and on this device",
     ),
+    Rung(
+        "blocks",
+        "+ fusestep.nn.TransformerLayer: one QKV product, SDPA without a mask, residual adds within the norms",
+        _blocks,
+        "layer_norm",
+        "attention without a mask and the folded adds save little at this length and width",
+    ),
+    Rung(
+        "fp8",
+        f"+ fp8_autocast, delayed scaling (amax history {AMAX_HISTORY})",
+        _fp8,
+        "scaled_mm",
+        "casts to FP8 cost more than its products save at this width: gains grow with the model",
+    ),
 )
 
 
 def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
-    """The names that a person means by `text`: names, numbers and ranges, as in 'adam,amp', '1,4' or '1-4'.
+    """The names that a person means by `text`: names, numbers and ranges, as in 'adam,amp', '1,4' or '1-6'.
 
     The first rung is always among them, since every gain is over it.
 
@@ -119,6 +153,12 @@ def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
     if not wanted:
         raise UserError(f"--rungs names no rung; the rungs are {_listed(names)}.")
     return tuple(name for name in names if name in wanted or name == names[0])
+
+
+def default_names(device: torch.device, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
+    """Every rung that means something on a device: FP8 only where the device multiplies in it."""
+    emulates = not support(device)[0]
+    return tuple(rung.name for rung in rungs if not (emulates and recipe_of(rung.name, rungs).precision == "fp8"))
 
 
 def recipe_of(name: str, rungs: Sequence[Rung] = RUNGS) -> Recipe:

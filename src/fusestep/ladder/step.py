@@ -11,6 +11,9 @@ import torch.nn.functional as F
 
 from fusestep import dispatch
 from fusestep.data import open_source
+from fusestep.fp8 import fp8_autocast
+from fusestep.fp8.recipes import recipe_named
+from fusestep.fp8.statistics import TensorStatistics, collect
 from fusestep.ladder.rungs import Recipe
 from fusestep.models import GPT, GPTConfig
 from fusestep.optim import FusedAdam
@@ -18,7 +21,7 @@ from fusestep.optim import FusedAdam
 
 @dataclass(frozen=True)
 class Part:
-    """An op of ours that a step called, and what it ran as: `implementation` is "triton" for our kernel."""
+    """An op of ours that a step called, and what it ran as, in the words of `fusestep.dispatch`."""
 
     name: str
     implementation: str
@@ -41,7 +44,10 @@ class Step:
         torch.backends.cudnn.allow_tf32 = False
         torch.manual_seed(seed)
         self._device_type = device.type
-        self._autocast = {"fp32": None, "bf16": torch.bfloat16}[recipe.precision]
+        self._autocast = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[recipe.precision]
+        self._fp8 = (
+            recipe_named(recipe.scaling, recipe.fp8_format, recipe.amax_history) if recipe.precision == "fp8" else None
+        )
         self.model = GPT(replace(config, form=recipe.form, norm=recipe.norm), device=device)
         self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
             self.model.parameters(), lr=recipe.lr, weight_decay=0.01
@@ -49,7 +55,10 @@ class Step:
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on (B, T) tokens and their targets; the mean loss as a 0-d tensor on the device, with no sync."""
-        with torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None):
+        with (
+            torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None),
+            fp8_autocast(enabled=self._fp8 is not None, recipe=self._fp8),
+        ):
             logits = self.model(tokens)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad()
@@ -57,12 +66,30 @@ class Step:
         self.optimizer.step()
         return loss.detach()
 
+    def worst_saturation(self) -> dict[str, Any] | None:
+        """The tensor that saturated most, and its shares; None where nothing was counted. Waits for the device."""
+        rows = [row for row in collect(self.model) if row.saturated is not None]
+        worst = max(rows, key=_saturated, default=None)
+        if worst is None:
+            return None
+        return {
+            "module": worst.module,
+            "tensor": worst.tensor,
+            "saturated": worst.saturated,
+            "flushed": worst.flushed,
+            "tensors": len(rows),
+        }
+
     def optimizer_in_words(self) -> str:
         """The optimizer and, where torch chooses one by itself, its implementation."""
         if type(self.optimizer) is not torch.optim.AdamW:
             return f"fusestep.optim.{type(self.optimizer).__name__}"
         how = "foreach" if self._device_type == "cuda" else "one parameter at a time"
         return f"torch.optim.AdamW ({how}, torch's default on {self._device_type})"
+
+
+def _saturated(row: TensorStatistics) -> float:
+    return row.saturated or 0.0
 
 
 def parts_that_ran() -> list[Part]:

@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # torch.optim imports it in its first step, which would count as that rung's
 
 from fusestep.errors import UserError
+from fusestep.fp8 import count_saturation
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.step import Step, batches, parts_that_ran
@@ -47,7 +48,8 @@ FORKS = sys.platform.startswith("linux")
 class Request:
     """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps.
 
-    `model` holds the fields of a GPTConfig; `reverse` turns the samples of every batch around.
+    `model` holds the fields of a GPTConfig; `reverse` turns the samples of every batch around; `fp8_stats` counts what
+    FP8 saturates while the gate runs, which costs time.
     """
 
     task: Literal["gate", "time"]
@@ -59,6 +61,7 @@ class Request:
     device: str
     seed: int
     reverse: bool = False
+    fp8_stats: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -83,9 +86,11 @@ def perform(request: Request) -> dict[str, Any]:
         reverse=request.reverse,
     )
     if request.task == "gate":
+        count_saturation(request.fp8_stats)
         step = Step(request.recipe, config, device, request.seed)
         # Read once, at the end: reading each loss would synchronise every step.
-        return {"losses": torch.stack([step(*next(stream)) for _ in range(request.steps)]).tolist()}
+        losses = torch.stack([step(*next(stream)) for _ in range(request.steps)]).tolist()
+        return {"losses": losses, "saturation": step.worst_saturation()}
 
     rotation = itertools.cycle(list(itertools.islice(stream, _BATCHES)))
     step = Step(request.recipe, config, device, request.seed)
