@@ -14,9 +14,9 @@ from fusestep.ops.quantize import (
     quantize,
     quantize_activation,
     quantize_activation_backward,
-    quantize_op,
     transpose_bytes,
 )
+from fusestep.ops.quantize_ops import quantize_op
 from fusestep.ops.quantized import Quantized, padded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusestep.ops import quantize as quantize_module
-from fusestep.ops import quantize_kernel
+from fusestep.ops import quantize_kernel, quantize_ops
 from fusestep.ops.activation import activation_backward_reference, activation_reference, is_gated
-from fusestep.ops.quantize import run_quantize, transpose_bytes
+from fusestep.ops.quantize import transpose_bytes
+from fusestep.ops.quantize_ops import run_quantize
 from fusestep.ops.quantize_reference import quantize_reference
 from fusestep.ops.quantized import padded
 
@@ -26,7 +26,7 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_kernel, "amax_launch", lambda _: quantize_kernel.TileLaunch(8, 8, 4))
     monkeypatch.setattr(quantize_kernel, "AMAX_PROGRAMS", 1)
     for known in ("_plans", "_transposes"):
-        monkeypatch.setattr(quantize_module, known, {})
+        monkeypatch.setattr(quantize_ops, known, {})
 
 
 def as_bytes(data: Tensor) -> Tensor:
