@@ -272,6 +272,19 @@ def test_a_decoder_attends_to_the_encoder(fused: bool) -> None:
         module(x)
 
 
+def test_a_decoder_of_packed_sequences_attends_to_the_encoder_of_each() -> None:
+    options: dict[str, Any] = {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    module, apart = build(attn_input_format="thd", **options), build(**options)
+    x, encoder = torch.randn(9, W), torch.randn(8, W)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 6, 8], dtype=torch.int32)
+    out = module(x, encoder_output=encoder, cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+    wanted = [
+        apart(one[None], encoder_output=source[None], enc_dec_attn_mask_type="no_mask")[0]
+        for one, source in ((x[:4], encoder[:6]), (x[4:], encoder[6:]))
+    ]
+    torch.testing.assert_close(out, torch.cat(wanted), rtol=1e-4, atol=1e-5)
+
+
 def test_names_are_transformer_engines() -> None:
     assert list(build().state_dict()) == SPLIT_NAMES
     fused = [name for name in SPLIT_NAMES if "key_" not in name and "value_" not in name]

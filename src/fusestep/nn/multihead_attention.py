@@ -206,6 +206,7 @@ class MultiheadAttention(nn.Module):
         mixed, *others = self._product(hidden_states, residual, is_first_microbatch)
         if self.attention_type == "self":
             q, k, v = self._heads(mixed)
+            cu_seqlens_kv, max_seqlen_kv = cu_seqlens_q, max_seqlen_q  # the same sequences
         else:
             if encoder_output is None:
                 raise UserError(
@@ -278,7 +279,6 @@ class MultiheadAttention(nn.Module):
         if rotary is not None:
             angles_q, angles_k = rotary if isinstance(rotary, tuple) else (rotary, rotary)
             is_packed = self.qkv_format == "thd"
-            starts_k = starts_q if starts_k is None else starts_k
             layout, turn = self.qkv_format, self.rotary_pos_interleaved
             q = apply_rotary_pos_emb(q, angles_q, layout, None, turn, starts_q if is_packed else None)
             k = apply_rotary_pos_emb(k, angles_k, layout, None, turn, starts_k if is_packed else None)

@@ -198,6 +198,7 @@ class TransformerLayer(nn.Module):
             return_residual: return the stream as (branch, residual) without adding them, for the next layer's
                 `hidden_states` and `residual`, or for a final norm.
             encoder_output: what a decoder attends to, with enc_dec_attn_mask.
+            cu_seqlens_kv, max_seqlen_kv: of encoder_output; self-attention has one set of sequences.
             others: as of MultiheadAttention.
         Returns: the stream after the layer, of the shape of hidden_states; or its two parts.
         Raises: UserError for arguments that do not fit.
@@ -207,13 +208,7 @@ class TransformerLayer(nn.Module):
                 f"{type(self).__name__}: a layer with output_layernorm=True ends in a norm, so that no add is left to "
                 "the next; call it without return_residual."
             )
-        is_packed = self.attn_input_format == "thd"
-        packing = {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-        }
+        packing = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         attended = self.self_attention(
             hidden_states,
             attention_mask,
@@ -225,7 +220,7 @@ class TransformerLayer(nn.Module):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
-            **(packing if self.layer_type == "encoder" or is_packed else {}),
+            **packing,
         )
         branch, stream = self._parts(attended, hidden_states)
         if self.parallel_attention_mlp:
@@ -241,6 +236,8 @@ class TransformerLayer(nn.Module):
                     attn_mask_type=enc_dec_attn_mask_type,
                     window_size=enc_dec_window_size,
                     is_first_microbatch=is_first_microbatch,
+                    cu_seqlens_kv=cu_seqlens_kv,
+                    max_seqlen_kv=max_seqlen_kv,
                     **packing,
                 )
                 branch, stream = self._parts(attended, hidden_states)
