@@ -28,7 +28,6 @@ documentation, "1D and 2D block scaling".
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusestep import dispatch, hardware, precision
+from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.block_scaling_kernel import TILE, constants, prepare, quantize_blocks_kernel
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
@@ -109,14 +108,6 @@ _launches: dict[tuple[Any, ...], PreparedLaunch] = {}
 MOST = 4096
 
 
-@functools.cache
-def _unsupported(device: torch.device) -> str | None:
-    """Why the kernel cannot run on a device that runs others of ours, or None."""
-    if device.type != "cuda" or hardware.devices()[device.index].capability >= precision.FP8_CAPABILITY:
-        return None
-    return f"Triton casts to FP8 from compute capability {hardware.dotted(precision.FP8_CAPABILITY)} on"
-
-
 def run_quantize_blocks(
     x: Tensor,
     dtype: torch.dtype,
@@ -130,7 +121,7 @@ def run_quantize_blocks(
     rows, columns = x.shape
     height, width = block
     options = (dtype, (height, width), rowwise, columnwise)
-    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device, _unsupported(x.device)):
+    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device):
         return _reference(x, *options, power_of_two, column_sums)
     if x.stride(1) != 1 and columns != 1:
         x = x.contiguous()
@@ -261,13 +252,18 @@ def prove(device: torch.device) -> list[Proof]:
 
 
 def compilations() -> Iterator[Compilation]:
-    """The launches of the recipes: activations, gradients with a bias, weights; both forms, which hold the most."""
-    for label, element, dtype, block, power_of_two, has_sums in (
-        ("activations", "bf16", torch.float8_e4m3fn, (1, 128), True, False),
-        ("gradients, bias", "bf16", torch.float8_e5m2, (1, 128), True, True),
-        ("activations, fp32 scales", "fp32", torch.float8_e4m3fn, (1, 128), False, False),
-        ("weights", "fp32", torch.float8_e4m3fn, (128, 128), True, False),
-        ("MXFP8 gradients, bias", "bf16", torch.float8_e4m3fn, (1, 32), True, True),
+    """The launches of the recipes: activations, gradients with a bias, weights; both forms, which hold the most.
+
+    Before Hopper bytes are made with integers.
+    """
+    for label, element, dtype, block, power_of_two, has_sums, hardware_cast in (
+        ("activations", "bf16", torch.float8_e4m3fn, (1, 128), True, False, True),
+        ("activations, before Hopper", "bf16", torch.float8_e4m3fn, (1, 128), True, False, False),
+        ("gradients, bias", "bf16", torch.float8_e5m2, (1, 128), True, True, True),
+        ("activations, fp32 scales", "fp32", torch.float8_e4m3fn, (1, 128), False, False, True),
+        ("weights", "fp32", torch.float8_e4m3fn, (128, 128), True, False, True),
+        ("weights, before Hopper", "fp32", torch.float8_e4m3fn, (128, 128), True, False, False),
+        ("MXFP8 gradients, bias", "bf16", torch.float8_e4m3fn, (1, 32), True, True, True),
     ):
         scales = "*u8" if block[1] == 32 else "*fp32"
         pointers = {
@@ -278,7 +274,7 @@ def compilations() -> Iterator[Compilation]:
             "transposed_scales_ptr": scales,
         }
         numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")
-        constexprs = constants(dtype, block, power_of_two, hardware_cast=True)
+        constexprs = constants(dtype, block, power_of_two, hardware_cast)
         warps = constexprs.pop("num_warps")
         if has_sums:
             pointers["sums_ptr"] = "*fp32"
@@ -291,7 +287,7 @@ def compilations() -> Iterator[Compilation]:
             constexprs,
             warps,
             divisible_by_16=frozenset(pointers) | {"columns", "row_stride", "padded_rows", "padded_columns"},
-            minimum_capability=89,
+            minimum_capability=90 if hardware_cast else 80,
         )
 
 
