@@ -29,7 +29,7 @@ from fusestep.fp8.recipes import (
 from fusestep.fp8.state import Slots
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.block_scaling import quantize_blocks
-from fusestep.ops.norm_ops import run_forward
+from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
 from fusestep.ops.norm_quantize import norm_quantize
 from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward
 from fusestep.ops.quantized import Quantized
@@ -302,7 +302,14 @@ class BlockCasts(Casts):
         keep_output: bool = False,
     ) -> Normed:
         width = x.shape[-1]
-        y, total, statistics = run_forward(x, residual, norm.weight, norm.bias, width, norm.eps, norm.centred, dtype)
+        options = (norm.weight, norm.bias, width, norm.eps, norm.centred, dtype)
+        total: Tensor | None = None
+        if not torch.compiler.is_compiling():
+            y, total, statistics = run_forward(x, residual, *options)
+        elif residual is None:
+            y, statistics = norm_forward(x, *options)
+        else:
+            y, total, statistics = norm_forward_residual(x, residual, *options)
         quantized = self.input(y.view(-1, width), index, columnwise)
         return Normed(quantized, total, statistics, y if keep_output else None)
 

@@ -8,6 +8,7 @@ its dtype, goes with deep copies and pickles, and starts anew where a module is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Standard deviation of initial weights, as Transformer Engine's.
 INITIAL_DEVIATION = 0.023
+
+#: Why delayed scaling is left out of torch.compile's graphs.
+GRAPH_BREAK = (
+    "torch.compile breaks its graph here: backward records amaxes in the module's state, which a compiled backward "
+    "cannot write"
+)
 
 #: Entries of a module's __dict__ that belong to a run, not to the module.
 _TRANSIENT: dict[str, Any] = {"_region": None, "_recipe": None, "_casts": None, "_cached": None, "_asked": None}
@@ -96,6 +103,14 @@ class FP8Module(nn.Module):
             # Straight into the dictionary: nn.Module's own way costs the host more than the rest of this method.
             self.__dict__["_region"] = region
         return region
+
+    def _leaves_graph(self, region: Region | None) -> bool:
+        """Whether a forward under torch.compile cannot be part of a graph; see `GRAPH_BREAK`."""
+        return region is not None and isinstance(region.recipe, DelayedScaling)
+
+    def _outside_of_a_graph(self, *args: Any) -> Any:
+        """The forward as it is without torch.compile."""
+        return torch.compiler.disable(type(self).forward, reason=GRAPH_BREAK)(self, *args)
 
     def _casts_of(self, region: Region, records: bool) -> Casts:
         """How this call casts. `records`: a training forward, whose amaxes enter the state."""
@@ -176,7 +191,7 @@ class FP8Module(nn.Module):
         """
         if isinstance(weight, Float8Tensor):
             return weight.quantized_both_ways() if grad else weight.quantized
-        if not self.training:
+        if not self.training or torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
             return casts.weight(weight, index, columnwise=grad)
         if first is False:
             kept = (self._cached or {}).get(index)
@@ -245,7 +260,10 @@ class FP8Module(nn.Module):
         region = context.current() or self._region
         if region is None or not region.enabled:
             return Choice("torch", "PyTorch's own product; in FP8 inside an fp8_autocast region")
-        return product_choice(region.recipe, self._first_weight().device)
+        choice = product_choice(region.recipe, self._first_weight().device)
+        if isinstance(region.recipe, DelayedScaling):
+            return replace(choice, reason=f"{choice.reason}; {GRAPH_BREAK}")
+        return choice
 
     # Moving, copying, saving, loading
 

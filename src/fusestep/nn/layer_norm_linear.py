@@ -29,7 +29,7 @@ from fusestep.nn.linear import (
     shaped,
     weight_gradient,
 )
-from fusestep.ops.norm_ops import run_backward
+from fusestep.ops.norm_ops import norm_backward, run_backward
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantized import Quantized
 
@@ -100,6 +100,8 @@ class LayerNormLinear(Linear, NormedModule):
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
+        if torch.compiler.is_compiling() and self._leaves_graph(region):
+            return self._outside_of_a_graph(x, is_first_microbatch, residual)
         self._check_input(x, self.in_features, region)
         self._check_residual(x, residual)
         total = normed = None
@@ -118,7 +120,8 @@ class LayerNormLinear(Linear, NormedModule):
                 added = None if self.return_bias else bias
                 settings = (self.eps, self.centred, self.return_layernorm_output)
                 call = (self, casts, sources, grad, is_first_microbatch, settings)
-                y, total, normed = _apply(x, residual, *self._norm_parameters(), weight, added, call)
+                result = _apply(x, residual, *self._norm_parameters(), weight, added, call)
+                y, total, normed = sorted_out(result, residual is not None, self.return_layernorm_output)
         if not (self.return_bias or self.return_layernorm_output or residual is not None):
             return y
         results: list[Any] = [y]
@@ -136,7 +139,7 @@ class LayerNormLinear(Linear, NormedModule):
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """(y, x + residual or None, norm or None); `call` is _Linear's and (eps, centred, whether to give the norm)."""
+    """y, or a tuple with x + residual and the norm where they are asked for; `call` is _Linear's and (eps, centred, whether to give the norm)."""
 
     @staticmethod
     def forward(
@@ -148,7 +151,7 @@ class _LayerNormLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Any:
         module, casts, sources, grad, first, (eps, centred, keep_output) = call
         *norm_needed, weight_needed, _, _ = ctx.needs_input_grad
         through = grad and any(norm_needed)
@@ -172,11 +175,14 @@ class _LayerNormLinear(torch.autograd.Function):
             ctx.casts, ctx.centred, ctx.is_transposed = casts, centred, quantized.transposed is not None
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-        return shaped(y, x), normed.total, normed.output
+        ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
+        return present(shaped(y, x), normed.total, normed.output)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
+    def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
+        dtotal = others[0] if ctx.has_total else None
+        dnormed = others[-1] if ctx.has_output else None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return refusing_a_second("LayerNormLinear", _LayerNormLinear._gradients, ctx, dy, dtotal, dnormed)
         return _LayerNormLinear._gradients(ctx, dy, dtotal, dnormed)
 
@@ -223,6 +229,19 @@ class _LayerNormLinear(torch.autograd.Function):
 _apply = plain_apply(_LayerNormLinear)
 
 
+def present(*outputs: Tensor | None) -> Any:
+    """Those of a Function's outputs that there are, one by itself: torch.compile knows no output that is None."""
+    there = tuple([output for output in outputs if output is not None])
+    return there if len(there) > 1 else there[0]
+
+
+def sorted_out(result: Any, has_total: bool, has_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, x + residual or None, norm or None) of what `present` left."""
+    if not (has_total or has_output):
+        return result, None, None
+    return result[0], result[1] if has_total else None, result[-1] if has_output else None
+
+
 def kept_for_weight(quantized: Quantized, is_needed: bool) -> tuple[Tensor | None, Tensor | None]:
     """What of a norm's output backward keeps for the weight's gradient: the transpose, or the data to make it of."""
     if not is_needed:
@@ -258,7 +277,8 @@ def norm_gradients(
     dx, dweight, dbias = dtotal, None, None
     if dn is not None and any(needed):
         width = x.shape[-1]
-        dx, dweight, dbias = run_backward(
+        backward = norm_backward if torch.compiler.is_compiling() else run_backward
+        dx, dweight, dbias = backward(
             dn, dtotal, x, statistics, weight, bias, width, centred, False, x.dtype, weight_needed, bias_needed
         )
     dresidual = dx if residual_needed else None
@@ -266,4 +286,9 @@ def norm_gradients(
         dx = dx.to(x_dtype)
     if dresidual is not None and dresidual.dtype is not residual_dtype:
         dresidual = dresidual.to(residual_dtype)
-    return dx if x_needed else None, dresidual, dweight, dbias
+    return (
+        dx if x_needed else None,
+        dresidual,
+        dweight if weight_needed else None,
+        dbias if bias_needed else None,
+    )

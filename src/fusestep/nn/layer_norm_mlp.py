@@ -20,7 +20,7 @@ from fusestep.fp8.casting import Casts, Norm
 from fusestep.fp8.context import Region
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.fused_norm import Normalization, NormedModule
-from fusestep.nn.layer_norm_linear import kept_for_weight, norm_gradients
+from fusestep.nn.layer_norm_linear import kept_for_weight, norm_gradients, present, sorted_out
 from fusestep.nn.linear import (
     forward_product,
     input_gradient,
@@ -125,6 +125,8 @@ class LayerNormMLP(NormedModule):
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
+        if torch.compiler.is_compiling() and self._leaves_graph(region):
+            return self._outside_of_a_graph(x, is_first_microbatch, residual)
         self._check_input(x, self.hidden_size, region)
         self._check_residual(x, residual)
         if region is None or not region.enabled or not x.numel():
@@ -134,7 +136,7 @@ class LayerNormMLP(NormedModule):
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
             settings = (self.eps, self.centred, self.activation, self.return_layernorm_output)
-            y, total, normed = _apply(
+            result = _apply(
                 x,
                 residual,
                 *self._norm_parameters(),
@@ -144,6 +146,7 @@ class LayerNormMLP(NormedModule):
                 None if self.return_bias else parameters["fc2_bias"],
                 (self, casts, grad, is_first_microbatch, settings),
             )
+            y, total, normed = sorted_out(result, residual is not None, self.return_layernorm_output)
         if not (self.return_bias or self.return_layernorm_output or residual is not None):
             return y
         results: list[Any] = [y]
@@ -187,7 +190,7 @@ class LayerNormMLP(NormedModule):
 
 
 class _LayerNormMLP(torch.autograd.Function):
-    """(y, x + residual or None, norm or None); `call` is (module, casts, whether gradients are enabled, whether this is
+    """y, or a tuple with x + residual and the norm where they are asked for; `call` is (module, casts, whether gradients are enabled, whether this is
     the first micro-batch, (eps, centred, activation, whether to give the norm))."""
 
     @staticmethod
@@ -202,7 +205,7 @@ class _LayerNormMLP(torch.autograd.Function):
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
         call: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Any:
         module, casts, grad, first, (eps, centred, activation, keep_output) = call
         *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, _, _ = ctx.needs_input_grad
         through_fc1 = grad and any(norm_needed)
@@ -238,11 +241,14 @@ class _LayerNormMLP(torch.autograd.Function):
             ctx.parameter_dtypes = [
                 None if p is None else p.dtype for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
             ]
-        return shaped(y, x), normed.total, normed.output
+        ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
+        return present(shaped(y, x), normed.total, normed.output)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
+    def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
+        dtotal = others[0] if ctx.has_total else None
+        dnormed = others[-1] if ctx.has_output else None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return refusing_a_second("LayerNormMLP", _LayerNormMLP._gradients, ctx, dy, dtotal, dnormed)
         return _LayerNormMLP._gradients(ctx, dy, dtotal, dnormed)
 

@@ -101,6 +101,8 @@ class Linear(FP8Module):
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
+        if torch.compiler.is_compiling() and self._leaves_graph(region):
+            return self._outside_of_a_graph(x, is_first_microbatch)
         self._check_input(x, self.in_features, region)
         if region is not None and region.enabled and x.numel():
             grad = torch.is_grad_enabled()
@@ -189,7 +191,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return refusing_a_second("Linear", _Linear._gradients, ctx, dy)
         return _Linear._gradients(ctx, dy)
 
