@@ -27,13 +27,15 @@ from torch import Tensor, nn
 
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.block_scaling import quantize_blocks, unwritten_scales
 from fusestep.ops.quantize import quantize
-from fusestep.ops.quantized import Quantized
+from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT
 
 #: The attribute of a parameter that holds its copies.
 ATTRIBUTE = "fp8_copies"
+
+_revision = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,41 @@ class WeightCopies:
             power_of_two=form.power_of_two,
         )[0]
 
+    def slot_address(self) -> int:
+        """Where the weight's slot lies; 0 where the scale is the weight's own."""
+        if self.form.kind != "delayed" or self.slots is None:
+            return 0
+        return self.slots[self.index].data_ptr()
+
+    def allocate(self, shape: tuple[int, int], device: torch.device) -> Quantized:
+        """Memory for the copies of a weight, zero, where there is none yet: for a kernel that writes them.
+
+        Raises: ValueError for microblocks, which no kernel of the optimizer writes.
+        """
+        form = self.form
+        if form.kind == "microblocks":
+            raise ValueError("copies in microblocks are cast, not allocated")
+        held = self.quantized
+        is_enough = held is not None and (held.transposed is not None or not form.transposed)
+        if held is not None and is_enough and held.shape == shape and held.device == device:
+            return held
+        rows, columns = shape
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            memory = torch.zeros(padded(rows), padded(columns), dtype=torch.uint8, device=device)
+            return memory.view(form.dtype)
+
+        block = (128, 128) if form.kind == "tiles" else None
+        scales = torch.zeros((), dtype=torch.float32, device=device)
+        transposed_scales = scales
+        if block is not None:
+            scales = unwritten_scales(rows, columns, block, device).fill_(1)
+            transposed_scales = unwritten_scales(columns, rows, block, device).fill_(1)
+        transposed = zeros(columns, rows) if form.transposed else None
+        self.drop()
+        self.quantized = Quantized(shape, zeros(rows, columns), transposed, scales, transposed_scales, block)
+        return self.quantized
+
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
         """Make the copies those of a weight (rows, columns): what the optimizer does where no kernel has done it."""
@@ -174,8 +211,20 @@ def attach(
     is_asked = copies is not None and copies.form == form and copies.index == index
     if copies is None or not is_asked or (form.kind == "delayed" and copies.slots is not slots):
         copies = WeightCopies(form, slots, index)
-        setattr(parameter, ATTRIBUTE, copies)
+        give(parameter, copies)
     return copies
+
+
+def give(parameter: Tensor, copies: WeightCopies) -> None:
+    """Make these the copies of a parameter."""
+    global _revision
+    _revision += 1
+    setattr(parameter, ATTRIBUTE, copies)
+
+
+def revision() -> int:
+    """A number that changes whenever some parameter is given copies: optimizers look at it once a step."""
+    return _revision
 
 
 def copies_of(parameter: Tensor) -> WeightCopies | None:

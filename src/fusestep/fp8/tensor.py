@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fusestep.fp8.copies import ATTRIBUTE, CopyFormat, WeightCopies, copies_of, overwrite
+from fusestep.fp8.copies import CopyFormat, WeightCopies, copies_of, give, overwrite
 from fusestep.ops.block_scaling import quantize_blocks, unwritten_scales
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantized import Quantized
@@ -101,9 +101,13 @@ class Float8Tensor(Tensor):
     def copies(self) -> WeightCopies:
         """What the optimizer writes: this very tensor's bytes and scales, by a module's slot where one is attached."""
         copies = copies_of(self)
+        has_transpose = self.quantized.transposed is not None
         if copies is None:
-            copies = WeightCopies(self.form)
-            setattr(self, ATTRIBUTE, copies)
+            copies = WeightCopies(replace(self.form, transposed=has_transpose))
+            give(self, copies)
+        elif copies.form.transposed != has_transpose:
+            copies = WeightCopies(replace(copies.form, transposed=has_transpose), copies.slots, copies.index)
+            give(self, copies)
         copies.quantized = self.quantized
         return copies
 
@@ -243,6 +247,11 @@ def _empty_like(tensor: Float8Tensor, dtype: torch.dtype | None = None, **option
     return tensor._like(_mapped(tensor.quantized, lambda inner: torch.empty_like(inner, device=device)))
 
 
+def _zeros_like(tensor: Float8Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Plain: the state of an optimizer, for one."""
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=options.get("device") or tensor.device)
+
+
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     _aten.detach.default: _detach,
     _aten.alias.default: _detach,
@@ -250,6 +259,7 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
     _aten.empty_like.default: _empty_like,
+    _aten.zeros_like.default: _zeros_like,
 }
 
 

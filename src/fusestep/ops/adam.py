@@ -16,17 +16,18 @@ with a table of addresses that it keeps between steps; the op here builds one fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fusestep.dispatch import one_device, uses_triton
+from fusestep.ops import adam_copies
 from fusestep.ops.adam_kernel import AdamSignature, adam_rows, compilations, launch_adam
 from fusestep.ops.adam_reference import Hyperparameters, adam_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
 from fusestep.ops.gradient_norm import to_device
-from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 from fusestep.ops.tensor_table import build_table, entry, upload
 
 
@@ -204,4 +205,9 @@ def _prove(device: torch.device) -> list[Proof]:
     return proofs
 
 
-catalogue(Op("adam", "Adam and AdamW, all parameters in one launch", _prove, compilations))
+def _compilations() -> Iterator[Compilation]:
+    yield from compilations()
+    yield from adam_copies.compilations()
+
+
+catalogue(Op("adam", "Adam and AdamW, all parameters in one launch", _prove, _compilations))

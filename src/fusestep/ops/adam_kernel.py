@@ -35,6 +35,7 @@ MASTER: tl.constexpr = tl.constexpr(COMMON_ROWS + 3)
 LEARNING_RATE: tl.constexpr = tl.constexpr(COMMON_ROWS + 4)  # address of an fp32
 GROUP: tl.constexpr = tl.constexpr(COMMON_ROWS + 5)  # row of `hyper`
 STEP: tl.constexpr = tl.constexpr(COMMON_ROWS + 6)  # place in `steps`
+ADAM_ROWS = COMMON_ROWS + 7
 
 #: Floats a group in `hyper`.
 ROW_FLOATS: tl.constexpr = tl.constexpr(HYPER_ROW)
@@ -230,7 +231,6 @@ def launch_adam(
     steps_before: Tensor,
     steps: Tensor,
     counters: Tensor,
-    *,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
     is_counting: bool = False,

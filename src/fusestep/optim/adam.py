@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
+from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.adam_kernel import MOMENT_DTYPES
 from fusestep.optim.adam_state import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.step_plan import Scaling, State, StepPlan
+from fusestep.optim.weight_copies import first_master
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 HALVES = (torch.bfloat16, torch.float16)
@@ -148,6 +150,11 @@ class FusedAdam(torch.optim.Optimizer):
         parameters = [named[1] if isinstance(named, tuple) else named for named in param_group["params"]]
         for number, parameter in enumerate(parameters, first):
             _check_parameter(parameter, number)
+            if isinstance(parameter, Float8Tensor) and not self.master_weights:
+                raise UserError(
+                    f"FusedAdam: parameter {number} lives in FP8 only (fp8_model_init), whose steps need an fp32 "
+                    "master; pass master_weights=True."
+                )
         super().add_param_group(param_group)
         self._keep_lr_on_device()
         if not self.master_weights and not self._has_warned and any(p.dtype in HALVES for p in parameters):
@@ -318,14 +325,17 @@ class FusedAdam(torch.optim.Optimizer):
             state[key] = _like(parameter, state[key], dtype)
         if self._has_master(parameter):
             # Made at the first step, not in the constructor: weights may be loaded in between.
-            state["master_param"] = _like(parameter, state.get("master_param", parameter.detach()), torch.float32)
+            master = state.get("master_param")
+            state["master_param"] = _like(
+                parameter, first_master(parameter) if master is None else master, torch.float32
+            )
 
     def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
         is_wide = parameter.is_complex() or parameter.dtype == torch.float64
         return parameter.dtype if is_wide else self.moment_dtype
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return self.master_weights and parameter.dtype in HALVES
+        return self.master_weights and (parameter.dtype in HALVES or isinstance(parameter, Float8Tensor))
 
     def _keep_lr_on_device(self) -> None:
         """Where graphs may be captured, turn learning rates into fp32 tensors, which schedulers change in place."""

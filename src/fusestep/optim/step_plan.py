@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import uses_triton
+from fusestep.fp8.copies import WeightCopies, revision
+from fusestep.fp8.tensor import Float8Tensor
+from fusestep.ops import adam_copies
+from fusestep.ops.adam_copies import CopySignature, launch_adam_copies
 from fusestep.ops.adam_kernel import AdamSignature, adam_rows, launch_adam
 from fusestep.ops.adam_reference import HYPER_ROW, Hyperparameters, adam_reference
 from fusestep.ops.gradient_norm import NormScratch, combine_norms, norm_reference, to_device, verdict_of
+from fusestep.ops.roll_scales import AMAX, SLOT
 from fusestep.ops.tensor_table import DeviceArray, TensorTable, build_table, entry, gradient_address, upload
+from fusestep.optim.weight_copies import copies_to_write, copy_signature, count_versions, mark_written, stepped_weight
 
 State = dict[str, Any]
 
@@ -51,6 +57,19 @@ class KernelPart:
     signature: AdamSignature
     members: list[int]
     table: TensorTable
+    copies: CopyPart | None = None
+
+
+@dataclass(eq=False)
+class CopyPart:
+    """What a launch needs that writes FP8 copies too.
+
+    `tile_tensor`: see adam_copies.py; `slots`: (members, 4) fp32, of matrices whose scales are their own, or None.
+    """
+
+    signature: CopySignature
+    tile_tensor: Tensor
+    slots: Tensor | None
 
 
 @dataclass(eq=False)
@@ -126,6 +145,8 @@ class StepPlan:
         capturable: bool,
     ) -> None:
         self.parameters = parameters
+        self.weights = [stepped_weight(p, state) for p, state in zip(parameters, state_of, strict=True)]
+        self.copies = [copies_to_write(p) for p in parameters]
         self.group_of = group_of
         self.state_of = state_of
         self.capturable = capturable
@@ -151,28 +172,29 @@ class StepPlan:
         if device not in verdicts:
             verdicts[device] = upload([float("nan"), 1.0, 0.0], torch.float32, device)
         plan = DevicePlan(device, members, pack_steps([self.state_of[i] for i in members], device), verdicts[device])
-        by_signature: dict[AdamSignature, list[int]] = {}
+        by_signature: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
         for i in members:
             gradient, state = gradients[i], self.state_of[i]
             if gradient is not None and state is not None:
                 signature = AdamSignature(
                     device,
-                    real(self.parameters[i]).dtype,
+                    real(self.weights[i]).dtype,
                     real(gradient).dtype,
                     real(state["exp_avg"]).dtype,
-                    "master_param" in state,
+                    self._master(i) is not None,
                 )
-                by_signature.setdefault(signature, []).append(i)
-        kernels = {s: uses_triton("adam", device, s.unsupported()) for s in by_signature}
+                copied = self._copied(i, gradient) if signature.unsupported() is None else None
+                by_signature.setdefault((signature, copied), []).append(i)
+        kernels = {s: uses_triton("adam", device, s[0].unsupported()) for s in by_signature}
         if any(kernels.values()):
             rows = [self._hyper_row(group) for group in groups]
             hyper = torch.empty(len(groups), HYPER_ROW, device=device)
             plan.hyper = DeviceArray(rows, hyper, capturable=self.capturable)
             plan.steps_before = torch.empty_like(plan.steps)
         place = {member: p for p, member in enumerate(members)}
-        for signature, its_members in by_signature.items():
-            if kernels[signature]:
-                plan.kernels.append(self._kernel_part(groups, plan, signature, its_members, gradients, place))
+        for (signature, copied), its_members in by_signature.items():
+            if kernels[signature, copied]:
+                plan.kernels.append(self._kernel_part(groups, plan, signature, copied, its_members, gradients, place))
                 continue
             by_group: dict[int, list[int]] = {}
             for i in its_members:
@@ -183,36 +205,66 @@ class StepPlan:
             plan.scratch = NormScratch(device, tables, plan.verdict)
         return plan
 
+    def _master(self, i: int) -> Tensor | None:
+        """The fp32 weight that is stepped in a parameter's stead, which then receives a rounded copy."""
+        state = self.state_of[i]
+        master: Tensor | None = None if state is None else state.get("master_param")
+        return None if master is self.weights[i] else master
+
+    def _copied(self, i: int, gradient: Tensor) -> CopySignature | None:
+        """How the update's kernel writes a parameter's copies, None where it does not."""
+        copies, state, weight = self.copies[i], self.state_of[i], self.weights[i].detach()
+        if copies is None or state is None:
+            return None
+        master = self._master(i)
+        tensors = [weight, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if master is None else [master])]
+        return copy_signature(copies, tensors)
+
     def _kernel_part(
         self,
         groups: Sequence[dict[str, Any]],
         plan: DevicePlan,
         signature: AdamSignature,
+        copied: CopySignature | None,
         members: list[int],
         gradients: list[Tensor | None],
         place: dict[int, int],
     ) -> KernelPart:
         assert plan.hyper is not None
         entries = []
-        for i in members:
+        slots: Tensor | None = None
+        if copied is not None and not copied.by_tile:
+            slots = torch.zeros(len(members), SLOT, dtype=torch.float32, device=plan.device)
+        first_tile = 0
+        for number, i in enumerate(members):
             gradient, state, group = gradients[i], self.state_of[i], self.group_of[i]
             assert gradient is not None
             assert state is not None
             lr = groups[group]["lr"]
             # The kernel reads a learning rate where it lies; one that lies elsewhere has a place in `hyper`.
             learning_rate = lr.data_ptr() if lies_on(lr, plan.device) else plan.hyper.tensor[group].data_ptr()
-            master = state.get("master_param")
             tensors, rows = adam_rows(
-                real(self.parameters[i].detach()),
+                real(self.weights[i].detach()),
                 real(state["exp_avg"]),
                 real(state["exp_avg_sq"]),
-                master,
+                self._master(i),
                 learning_rate,
                 group,
                 place[i],
             )
+            if copied is not None:
+                copies, (height, width) = self.copies[i], gradient.shape
+                assert copies is not None
+                slot = 0 if slots is None else copies.slot_address() or slots[number].data_ptr()
+                quantized = copies.allocate((height, width), plan.device)
+                rows = (*rows, *adam_copies.copy_rows(first_tile, quantized, slot))
+                first_tile += adam_copies.tiles_of(copied, height, width)
             entries.append(entry(tensors[1], real(gradient), tensors, rows))
-        return KernelPart(signature, members, build_table(plan.device, entries, capturable=self.capturable))
+        part = KernelPart(signature, members, build_table(plan.device, entries, capturable=self.capturable))
+        if copied is not None:
+            shapes = [(self.weights[i].shape[0], self.weights[i].shape[1]) for i in members]
+            part.copies = CopyPart(copied, adam_copies.tile_tensors(copied, shapes, plan.device), slots)
+        return part
 
     def _hyper_row(self, group: dict[str, Any]) -> list[float]:
         lr = group["lr"]
@@ -220,7 +272,18 @@ class StepPlan:
 
     def _remember(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> None:
         self._lr_addresses = [lr_address(group["lr"]) for group in groups]
-        self._parameter_keys = _keys(self.parameters)
+        self._parameter_keys = _keys(self.weights)
+        self._revision = revision()
+        # Whose memory the tables hold: a weight that lives in FP8 has its transpose made when it is first asked for.
+        owners: list[Float8Tensor | WeightCopies] = []
+        for part in (part for plan in self.devices for part in plan.kernels if part.copies is not None):
+            for i in part.members:
+                parameter, copies = self.parameters[i], self.copies[i]
+                if isinstance(parameter, Float8Tensor):
+                    owners.append(parameter)
+                elif copies is not None:
+                    owners.append(copies)
+        self._quantized = [(owner, owner.quantized) for owner in owners]
         present = [g for g in gradients if g is not None]
         known = iter(zip(*_gradient_keys(present), strict=True))
         # A parameter without a gradient so far has no place in a table: its first one matches nothing.
@@ -242,7 +305,9 @@ class StepPlan:
             len(values) != len(self._state_values)
             or not all(map(is_, values, self._state_values))
             or list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses
-            or _keys(self.parameters) != self._parameter_keys
+            or _keys(self.weights) != self._parameter_keys
+            or revision() != self._revision
+            or any(owner.quantized is not quantized for owner, quantized in self._quantized)
             or [lr_address(group["lr"]) for group in groups] != self._lr_addresses
         ):
             return False
@@ -297,6 +362,8 @@ class StepPlan:
                 is_counted |= self._launch(groups, plan, None if is_counted else counters, is_gated)
             if plan.references and not (is_gated and plan.skip.item()):
                 self._run_references(groups, plan, gradients, float(plan.divisor) if is_gated else 1.0)
+                self._finish(plan.references, gradients)
+            self._finish(plan.kernels, gradients)
         if not is_counted:
             skip = to_device(self.devices[0].skip, counters.device) if is_gated else counters.new_zeros(())
             counters += torch.stack([skip == 0, skip != 0])
@@ -336,19 +403,37 @@ class StepPlan:
         plan.steps_before.copy_(plan.steps)
         is_counting = counters is not None and counters.device == plan.device
         for number, part in enumerate(plan.kernels):
-            launch_adam(
-                part.signature,
-                part.table,
+            shared = (
                 plan.hyper.tensor,
                 plan.steps_before,
                 plan.steps,
                 # Where another launch counts, any int64 memory will do.
                 counters if counters is not None and is_counting else part.table.rows,
-                divisor=plan.divisor if is_gated else None,
-                skip=plan.skip if is_gated else None,
-                is_counting=is_counting and number == 0,
+                plan.divisor if is_gated else None,
+                plan.skip if is_gated else None,
+                is_counting and number == 0,
             )
+            copies = part.copies
+            if copies is None:
+                launch_adam(part.signature, part.table, *shared)
+                continue
+            if copies.slots is not None:
+                copies.slots[:, AMAX].zero_()
+            launch_adam_copies(part.signature, copies.signature, part.table, copies.tile_tensor, *shared)
         return is_counting
+
+    def _finish(self, parts: Sequence[KernelPart] | Sequence[ReferencePart], gradients: list[Tensor | None]) -> None:
+        """After the update: what torch and the modules have to know of the parameters that were stepped.
+
+        Whether a step is skipped is the device's to know, so a skipped one counts here as well.
+        """
+        for part in parts:
+            members = [i for i in part.members if gradients[i] is not None]
+            parameters = [self.parameters[i] for i in members]
+            count_versions(parameters)
+            if any(self.copies[i] is not None for i in members):
+                weights = [self.weights[i] for i in members]
+                mark_written(parameters, weights, by_kernel=isinstance(part, KernelPart) and part.copies is not None)
 
     def _run_references(
         self, groups: Sequence[dict[str, Any]], plan: DevicePlan, gradients: list[Tensor | None], divisor: float
@@ -372,7 +457,7 @@ class StepPlan:
     ) -> None:
         states = [state for state in (self.state_of[i] for i in members) if state is not None]
         adam_reference(
-            [real(self.parameters[i]) for i in members],
+            [real(self.weights[i]) for i in members],
             [real(gradient) for gradient in (gradients[i] for i in members) if gradient is not None],
             [real(state["exp_avg"]) for state in states],
             [real(state["exp_avg_sq"]) for state in states],
