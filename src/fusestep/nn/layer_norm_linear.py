@@ -139,7 +139,10 @@ class LayerNormLinear(Linear, NormedModule):
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """y, or a tuple with x + residual and the norm where they are asked for; `call` is _Linear's and (eps, centred, whether to give the norm)."""
+    """y, or a tuple with x + residual and the norm where they are asked for.
+
+    `call` is that of _Linear and (eps, centred, whether to give the norm).
+    """
 
     @staticmethod
     def forward(

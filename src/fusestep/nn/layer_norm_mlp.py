@@ -160,7 +160,7 @@ class LayerNormMLP(NormedModule):
 
     def _in_high_precision(
         self, x: Tensor, residual: Tensor | None, region: Region | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         normed, total = self._normalised(x, residual)
         h = plain_linear(self, normed, self.fc1_weight, self.fc1_bias, region)
         a = activate(h, self.activation)
@@ -190,8 +190,11 @@ class LayerNormMLP(NormedModule):
 
 
 class _LayerNormMLP(torch.autograd.Function):
-    """y, or a tuple with x + residual and the norm where they are asked for; `call` is (module, casts, whether gradients are enabled, whether this is
-    the first micro-batch, (eps, centred, activation, whether to give the norm))."""
+    """y, or a tuple with x + residual and the norm where they are asked for.
+
+    `call` is (module, casts, whether gradients are enabled, whether this is the first micro-batch, (eps, centred,
+    activation, whether to give the norm)).
+    """
 
     @staticmethod
     def forward(
