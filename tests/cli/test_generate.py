@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from fusestep.cli import main
 from fusestep.data import TextFiles, TokenFile, arithmetic_sequences, write_token_file
+from fusestep.fp8 import DelayedScaling, fp8_autocast
 from fusestep.models import GPT, GPTConfig, generate
-from fusestep.train import checkpoint
+from fusestep.train import TrainConfig, checkpoint, train
 
 CONTEXT = 12
 
@@ -232,3 +233,129 @@ def test_a_process_of_its_own_prints_json_on_stdout_alone(arithmetic_run: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"][0]["prompt"] == [3, 5]
+
+
+@pytest.fixture(scope="module")
+def fp8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was trained in FP8 for a few steps."""
+    run = tmp_path_factory.mktemp("fp8") / "run"
+    model = {"width": 32, "heads": 2, "layers": 2, "ffn_width": 48, "context": CONTEXT}
+    train(
+        TrainConfig(
+            preset="tiny",
+            model=model,
+            precision="fp8",
+            amax_history=4,
+            steps=6,
+            batch=4,
+            lr=1e-2,
+            device="cpu",
+            out=str(run),
+        )
+    )
+    return run
+
+
+def logits(run: Path, monkeypatch: pytest.MonkeyPatch, fusestep: Any, *arguments: str) -> torch.Tensor:
+    """The logits that the first new token of a command is chosen from."""
+    seen: list[torch.Tensor] = []
+    module = sys.modules["fusestep.models.generate"]
+    original = module._next_logits
+
+    def watching(*given: Any) -> torch.Tensor:
+        seen.append(original(*given))
+        return seen[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_next_logits", watching)
+        status, _, err = fusestep(run, "--prompt", "3 5 7", "--tokens", "1", *arguments)
+    assert status == 0, err
+    return seen[0]
+
+
+def test_a_model_generates_in_the_precision_that_it_was_trained_in(
+    fusestep: Any, fp8_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = checkpoint.load_model(fp8_run)
+    recipe = DelayedScaling(amax_history_len=4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), fp8_autocast(recipe=recipe):
+        expected = model(torch.tensor([[3, 5, 7]]))[:, -1].float()
+    assert found.config["precision"] == "fp8"
+    assert torch.equal(logits(fp8_run, monkeypatch, fusestep), expected)
+    assert torch.equal(logits(fp8_run, monkeypatch, fusestep, "--precision", "fp8", "--recipe", "delayed"), expected)
+    others = (("--precision", "fp32"), ("--precision", "bf16"), ("--recipe", "current"), ("--recipe", "block"))
+    for arguments in others:
+        other = logits(fp8_run, monkeypatch, fusestep, *arguments)
+        assert not torch.equal(other, expected), arguments
+        torch.testing.assert_close(other, expected, rtol=0.2, atol=0.2)
+    assert json.loads(fusestep(fp8_run, "--json", "--tokens", "1")[1])["precision"] == "fp8"
+
+
+def test_a_model_trained_otherwise_generates_in_fp8_too(
+    fusestep: Any, arithmetic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = logits(arithmetic_run, monkeypatch, fusestep)
+    in_fp8 = logits(arithmetic_run, monkeypatch, fusestep, "--precision", "fp8")
+    assert not torch.equal(in_fp8, plain)
+    status, out, _ = fusestep(arithmetic_run, "--precision", "fp8", "--json")
+    assert status == 0
+    assert sum(sample["constant_stride"] for sample in json.loads(out)["samples"]) >= 6
+
+
+@pytest.mark.parametrize("arguments", [(), ("--precision", "bf16"), ("--recipe", "block"), ("--recipe", "mxfp8")])
+def test_weights_in_fp8_halve_the_blocks(
+    fusestep: Any, arithmetic_run: Path, fp8_run: Path, arguments: tuple[str, ...]
+) -> None:
+    for run in (arithmetic_run, fp8_run):
+        precision = ("--precision", "bf16") if run is arithmetic_run and "--precision" not in arguments else ()
+        status, out, _ = fusestep(run, "--fp8-weights", "--json", "--tokens", "1", *precision, *arguments)
+        assert status == 0
+        weights = json.loads(out)["weights"]
+        model, _ = checkpoint.load_model(run)
+        assert weights["bytes_in_bfloat16"] == 2 * model.parameter_count()
+        in_fp8 = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks"))
+        scales = weights["bytes"] - (weights["bytes_in_bfloat16"] - in_fp8)
+        assert 0 < scales <= in_fp8 / 8
+
+
+def test_weights_in_fp8_are_told_in_words_and_keep_what_was_learnt(fusestep: Any, arithmetic_run: Path) -> None:
+    status, out, err = fusestep(arithmetic_run, "--fp8-weights", "--precision", "fp8")
+    assert status == 0
+    assert "weights: 0.0 MiB with the blocks' in FP8, 0.0 MiB all in bfloat16" in err
+    kept = int(out.rsplit("constant stride: ", 1)[1].split()[0])
+    assert kept >= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precision", "int8"], "--precision is 'int8'; choose one of auto, fp32, bf16, fp16, fp8"),
+        (["--recipe", "delay", "--precision", "fp8"], "--recipe is 'delay'; choose one of delayed, current"),
+        (["--fp8-format", "e5m2", "--precision", "fp8"], "--fp8-format is 'e5m2'; choose one of auto, hybrid, e4m3"),
+        (["--recipe", "block"], "--recipe is block and the precision is fp32; pass --precision fp8 or --fp8-weights"),
+    ],
+)
+def test_settings_of_fp8_that_cannot_be_are_one_sentence(
+    fusestep: Any, arithmetic_run: Path, arguments: list[str], sentence: str
+) -> None:
+    status, out, err = fusestep(arithmetic_run, *arguments)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_weights_in_fp8_take_half_of_the_gpu(fusestep: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(width=2048, heads=16, layers=2, ffn_width=8192, context=CONTEXT)
+    run = save(tmp_path, GPT(config), arithmetic_sequences(96).describe())
+
+    def held(*arguments: str) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        status, _, err = fusestep(run, "--device", "cuda", "--tokens", "1", *arguments)
+        assert status == 0, err
+        return torch.cuda.max_memory_allocated() - before
+
+    assert held("--precision", "fp8", "--fp8-weights") < 0.35 * held("--precision", "bf16")

@@ -104,6 +104,19 @@ def test_a_run_prints_its_size_first_and_its_loss_beside_a_random_guess_last(fus
     assert len(rows(Path("run"))) == 6
 
 
+def test_a_run_in_fp8_says_which_recipe_and_that_it_is_emulated(fusestep: Cli) -> None:
+    arguments = ("--precision", "fp8", "--fp8-format", "e4m3", "--amax-history", "4", "--steps", "2")
+    status, out, _ = fusestep("train", "--config", "tiny.toml", *arguments)
+    assert status == 0
+    line = next(line for line in out if line.startswith("FP8: "))
+    assert "DelayedScaling(fp8_format=Format.E4M3" in line
+    assert "amax_history_len=4" in line
+    assert "emulated, the same numbers without the speed: FP8 products run on CUDA devices" in line
+    used = json.loads(Path("run/config.json").read_text())["train"]
+    assert (used["recipe"], used["fp8_format"], used["amax_history"]) == ("delayed", "e4m3", 4)
+    assert not Path("run/fp8.jsonl").exists()
+
+
 def test_the_command_line_is_above_the_config_file_and_that_above_the_resumed_run(fusestep: Cli) -> None:
     fusestep("train", "--config", "tiny.toml", "--steps", "2", "--lr", "0.01", "--clip", "0.5", "--out", "run")
     Path("more.json").write_text(json.dumps({"steps": 9, "lr": 0.02}))
@@ -135,6 +148,10 @@ def test_help_lists_every_setting(fusestep: Cli) -> None:
         (["--lr", "-1"], "--lr is -1.0; pass a learning rate above 0"),
         (["--steps", "0"], "--steps is 0; pass 1 or more"),
         (["--precision", "int4"], "--precision is 'int4'; choose one of fp32, bf16, fp16"),
+        (["--recipe", "current"], "--recipe is current and --precision is fp32; pass --precision fp8"),
+        (["--precision", "fp8", "--recipe", "delay"], "--recipe is 'delay'; choose one of delayed, current"),
+        (["--precision", "fp8", "--amax-history", "0"], "--amax-history is 0; pass 1 to 1048576 steps"),
+        (["--precision", "fp8", "--form", "seed"], "--precision is fp8 and --form is seed; pass --form fused"),
         (["--device", "abacus"], "--device is 'abacus'"),
         (["--config", "nowhere.toml"], "--config nowhere.toml cannot be read"),
         (["--config", "broken.toml"], "--config broken.toml is not TOML"),
@@ -198,8 +215,9 @@ def test_a_damaged_only_checkpoint_is_named(fusestep: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path: Path, fusestep: Cli) -> None:
-    settings = ["--config", "tiny.toml", "--steps", "200", "--save-every", "30", "--dropout", "0.1"]
+@pytest.mark.parametrize("precision", [[], ["--precision", "fp8", "--fp8-stats"]], ids=["fp32", "fp8"])
+def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path: Path, fusestep: Cli, precision: list[str]) -> None:
+    settings = ["--config", "tiny.toml", "--steps", "200", "--save-every", "30", "--dropout", "0.1", *precision]
     broken = process(tmp_path, *settings, "--out", "broken")
     wait_for_step(tmp_path / "broken", 70, broken)
     broken.send_signal(signal.SIGKILL)
@@ -209,6 +227,8 @@ def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path: Path, fusestep
     assert fusestep("train", *settings, "--out", "straight")[0] == 0
     assert rows(tmp_path / "broken") == rows(tmp_path / "straight")
     assert same_files(newest(tmp_path / "broken").path, newest(tmp_path / "straight").path)
+    if precision:
+        assert (tmp_path / "broken" / "fp8.jsonl").read_bytes() == (tmp_path / "straight" / "fp8.jsonl").read_bytes()
 
 
 @pytest.mark.slow

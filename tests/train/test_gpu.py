@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fusestep.data import arithmetic_sequences
+from fusestep.fp8 import count_saturation
 from fusestep.train import TrainConfig, checkpoint, train
 from fusestep.train.readings import MAXIMUM_LAG, Readings
 from fusestep.train.trainer import Trainer
@@ -26,7 +27,15 @@ Build = Callable[..., TrainConfig]
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"precision": "bf16", "accumulate": 2}, {"precision": "fp16"}, {"precision": "bf16", "weights": "bf16"}],
+    [
+        {},
+        {"precision": "bf16", "accumulate": 2},
+        {"precision": "fp16"},
+        {"precision": "bf16", "weights": "bf16"},
+        {"precision": "fp8", "fp8_stats": True},
+        {"precision": "fp8", "recipe": "current", "accumulate": 2},
+        {"precision": "fp8", "recipe": "block", "weights": "bf16"},
+    ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "fp32",
 )
 def test_a_step_never_waits_for_the_gpu(tiny: Build, changes: dict[str, Any], no_waiting: NoWaiting) -> None:
@@ -37,10 +46,14 @@ def test_a_step_never_waits_for_the_gpu(tiny: Build, changes: dict[str, Any], no
     readings = Readings(device)
     for _ in range(3):
         trainer.train_step()
-    with no_waiting():
-        for _ in range(3):
-            readings.start()
-            readings.finish(trainer.step, trainer.train_step())
+    count_saturation(config.fp8_stats)
+    try:
+        with no_waiting():
+            for _ in range(3):
+                readings.start()
+                readings.finish(trainer.step, trainer.train_step())
+    finally:
+        count_saturation(False)
     assert [reading.values[0] > 0 and reading.ms > 0 for reading in readings.ready(wait=True)] == [True] * 3
 
 
@@ -58,9 +71,22 @@ def test_readings_lag_by_a_few_steps_at_most() -> None:
     assert seen == [(step, step, step) for step in range(1, 51)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_deterministic_run_resumes_bit_for_bit(tiny: Build, tmp_path: Path, precision: Any) -> None:
-    common = {"device": "cuda", "deterministic": True, "precision": precision, "schedule_steps": 10}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp8", "fp8_stats": True},
+        {"precision": "fp8", "weights": "bf16", "accumulate": 2, "activation_checkpointing": True},
+        {"precision": "fp8", "recipe": "current"},
+        {"precision": "fp8", "recipe": "block"},
+        {"precision": "fp8", "recipe": "mxfp8"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_a_deterministic_run_resumes_bit_for_bit(tiny: Build, tmp_path: Path, changes: dict[str, Any]) -> None:
+    common = {"device": "cuda", "deterministic": True, "schedule_steps": 10, **changes}
     straight = tiny(out=str(tmp_path / "straight"), **common)
     train(straight)
     broken = tiny(out=str(tmp_path / "broken"), steps=5, **common)

@@ -105,6 +105,12 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoint(tiny: Build) -> N
         {"precision": "fp16", "weights": "fp16", "accumulate": 2},
         {"form": "seed", "activation_checkpointing": True},
         {"deterministic": True, "clip": 0.0},
+        {"precision": "fp8", "fp8_stats": True},
+        {"precision": "fp8", "amax_history": 2, "accumulate": 2, "activation_checkpointing": True},
+        {"precision": "fp8", "weights": "bf16", "accumulate": 2, "fp8_format": "e4m3"},
+        {"precision": "fp8", "recipe": "current", "weights": "bf16"},
+        {"precision": "fp8", "recipe": "block"},
+        {"precision": "fp8", "recipe": "mxfp8"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "fp32",
 )
