@@ -47,7 +47,7 @@ def slots(place: torch.device, recipe: DelayedScaling = DELAYED) -> Slots:
     return Slots(("input", "weight", "grad_output"), recipe, place)
 
 
-def ask(weight: nn.Parameter, recipe: Recipe) -> Slots | None:
+def ask(weight: Tensor, recipe: Recipe) -> Slots | None:
     """As a module does in its forward: the weight's amax is in its slot, and copies are asked for."""
     if not isinstance(recipe, DelayedScaling):
         attach(weight, recipe)
@@ -90,10 +90,10 @@ def same(ours: Quantized | None, theirs: Quantized) -> None:
         assert one.shape == other.shape, name
         if one.dtype.itemsize == 1:
             one, other = one.view(torch.uint8), other.view(torch.uint8)
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert torch.equal(one, other), name
 
 
-def give_gradients(*weights: nn.Parameter) -> None:
+def give_gradients(*weights: Tensor) -> None:
     for weight in weights:
         weight.grad = torch.randn(weight.shape).to(weight.device, weight.dtype)
 
@@ -196,11 +196,16 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "foreach": lambda m: torch._foreach_mul_([m.weight], 0.5),
     "another FusedAdam": lambda m: _step_without_copies(m.weight),
     "new memory": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
-    "data and refresh": lambda m: (m.weight.data.mul_(2), fusestep.refresh(m)),
+    "data and refresh": lambda m: _write_data(m),
 }
 
 
-def _step_without_copies(weight: nn.Parameter) -> None:
+def _write_data(module: nn.Linear) -> None:
+    module.weight.data.mul_(2)
+    fusestep.refresh(module)
+
+
+def _step_without_copies(weight: Tensor) -> None:
     """A step by a kernel of an optimizer that does not see the copies, of the same memory."""
     twin = nn.Parameter(weight.detach())
     twin.grad = weight.grad

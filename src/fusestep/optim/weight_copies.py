@@ -30,7 +30,7 @@ def first_master(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, Float8Tensor):
         return parameter.detach()
     initial = parameter.get_high_precision_init_val()
-    return parameter.dequantize() if initial is None else initial
+    return parameter.dequantize() if initial is None else initial.clone()
 
 
 def copies_to_write(parameter: Tensor) -> WeightCopies | None:

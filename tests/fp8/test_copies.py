@@ -1,0 +1,123 @@
+"""Copies of weights as modules and optimizers hold them: asking, being current, and memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fusestep
+from fusestep.errors import UserError
+from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fusestep.fp8.copies import CopyFormat, WeightCopies, attach, copies_of, current_copy, revision
+from fusestep.fp8.recipes import Recipe
+
+
+def weight(rows: int = 5, columns: int = 7) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns))
+
+
+def test_asking_again_for_the_same_keeps_what_is_there() -> None:
+    w, slots = weight(), torch.zeros(3, 4)
+    first = attach(w, DelayedScaling(), slots, 1)
+    seen = revision()
+    assert attach(w, DelayedScaling(), slots, 1) is first
+    assert attach(w, DelayedScaling(amax_history_len=4), slots, 1) is first
+    assert revision() == seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "index", "transposed"),
+    [
+        (DelayedScaling(margin=2), 1, True),
+        (DelayedScaling(), 2, True),
+        (DelayedScaling(), 1, False),
+        (Float8CurrentScaling(), 0, True),
+    ],
+)
+def test_asking_for_something_else_starts_anew(recipe: Recipe, index: int, transposed: bool) -> None:
+    w, slots = weight(), torch.zeros(3, 4)
+    first = attach(w, DelayedScaling(), slots, 1)
+    seen = revision()
+    second = attach(w, recipe, slots, index, transposed=transposed)
+    assert second is not first
+    assert copies_of(w) is second
+    assert revision() > seen
+
+
+def test_slots_that_moved_are_others() -> None:
+    w = weight()
+    first = attach(w, DelayedScaling(), torch.zeros(3, 4), 1)
+    assert attach(w, DelayedScaling(), torch.zeros(3, 4), 1) is not first
+
+
+def test_copies_are_current_from_the_mark_to_the_next_change() -> None:
+    w = weight()
+    copies = attach(w, Float8CurrentScaling())
+    assert current_copy(w) is None
+    copies.write(w.detach())
+    assert current_copy(w) is None
+    copies.mark(w)
+    assert current_copy(w) is copies.quantized is not None
+    copies.drop()
+    assert current_copy(w) is None
+
+
+def test_copies_are_written_over_in_place() -> None:
+    w = weight()
+    copies = attach(w, Float8CurrentScaling())
+    copies.write(w.detach())
+    first = copies.quantized
+    assert first is not None
+    copies.write(w.detach() * 3)
+    assert copies.quantized is first
+    torch.testing.assert_close(first.dequantize(torch.float32), w.detach() * 3, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+def test_memory_for_a_kernel_has_the_layout_of_a_cast(recipe: Recipe) -> None:
+    copies = WeightCopies(CopyFormat.of(recipe), torch.zeros(1, 4))
+    made, cast = copies.allocate((130, 300), torch.device("cpu")), copies.cast(torch.randn(130, 300))
+    for name in ("data", "transposed", "scale_inv", "transposed_scale_inv"):
+        ours, theirs = getattr(made, name), getattr(cast, name)
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), name
+    assert not made.dequantize(torch.float32).any()
+    assert copies.allocate((130, 300), torch.device("cpu")) is made
+    assert copies.allocate((130, 310), torch.device("cpu")) is not made
+
+
+def test_microblocks_are_cast_and_never_allocated() -> None:
+    with pytest.raises(ValueError, match="microblocks"):
+        WeightCopies(CopyFormat.of(MXFP8BlockScaling())).allocate((4, 4), torch.device("cpu"))
+
+
+def test_a_recipe_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match="recipe is Recipe"):
+        attach(weight(), Recipe())
+
+
+def test_a_deep_copy_of_a_parameter_or_of_copies_is_without_them() -> None:
+    w = weight()
+    attach(w, Float8CurrentScaling()).write(w.detach())
+    assert copies_of(copy.deepcopy(w)) is None
+    assert not isinstance(copy.deepcopy(copies_of(w)), WeightCopies)
+
+
+def test_refresh_drops_copies_and_tells_modules() -> None:
+    class Caching(nn.Linear):
+        dropped = 0
+
+        def drop_caches(self) -> None:
+            self.dropped += 1
+
+    module = Caching(4, 6)
+    copies = attach(module.weight, Float8CurrentScaling())
+    copies.write(module.weight.detach())
+    copies.mark(module.weight)
+    module.weight.data.mul_(2)
+    assert current_copy(module.weight) is not None
+    fusestep.refresh(nn.Sequential(module))
+    assert current_copy(module.weight) is None
+    assert module.dropped == 1
