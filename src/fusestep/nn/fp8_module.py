@@ -190,7 +190,10 @@ class FP8Module(nn.Module):
                 copies are kept.
         """
         if isinstance(weight, Float8Tensor):
-            return weight.quantized_both_ways() if grad else weight.quantized
+            if weight.quantized.block == casts.weight_block:
+                return weight.quantized_both_ways() if grad else weight.quantized
+            # Scales of another kind than the region's products take.
+            return casts.weight(weight.dequantize(), index, columnwise=grad)
         if not self.training or torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
             return casts.weight(weight, index, columnwise=grad)
         if first is False:

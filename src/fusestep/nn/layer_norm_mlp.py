@@ -18,6 +18,7 @@ from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8.casting import Casts, Norm
 from fusestep.fp8.context import Region
+from fusestep.fp8.model_init import prepare_weights
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.fused_norm import Normalization, NormedModule
 from fusestep.nn.layer_norm_linear import kept_for_weight, norm_gradients, present, sorted_out
@@ -112,6 +113,7 @@ class LayerNormMLP(NormedModule):
             if bias is not None:
                 nn.init.zeros_(bias)
         self._reset_fp8()
+        prepare_weights(self, ["fc1_weight", "fc2_weight"])
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
         """Normalise and run the MLP.

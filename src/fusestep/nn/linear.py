@@ -22,6 +22,7 @@ from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8.casting import Casts
 from fusestep.fp8.context import Region
+from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.ops.quantized import Quantized
@@ -89,6 +90,7 @@ class Linear(FP8Module):
             if self.has_bias:
                 nn.init.zeros_(getattr(self, part + "bias"))
         self._reset_fp8()
+        prepare_weights(self, [part + "weight" for part in self.parts])
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Multiply.
