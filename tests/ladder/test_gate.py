@@ -18,7 +18,9 @@ def test_the_last_tenth_counts() -> None:
     assert last_loss([9.0, 1.0]) == 1.0
 
 
-@pytest.mark.parametrize(("precision", "within", "beyond"), [("fp32", 1.0004, 1.0006), ("bf16", 1.0019, 1.0021)])
+@pytest.mark.parametrize(
+    ("precision", "within", "beyond"), [("fp32", 1.0004, 1.0006), ("bf16", 1.0019, 1.0021), ("fp8", 1.0099, 1.0101)]
+)
 def test_each_precision_has_its_tolerance(precision: str, within: float, beyond: float) -> None:
     for factor in (within, 2 - within):
         assert judge(scaled(factor), BASELINE, BASELINE, precision).passed  # type: ignore[arg-type]

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusestep.errors import UserError
-from fusestep.ladder import Ladder, LadderConfig, ladder, processes
+from fusestep.fp8 import support
+from fusestep.ladder import Ladder, LadderConfig, ladder, processes, report
 from fusestep.ladder.processes import Workers
 from fusestep.ladder.run import orders_of_rounds, plan
 from fusestep.ladder.rungs import RUNGS, Rung, recipe_of
@@ -64,6 +66,45 @@ def test_on_a_cpu_a_fused_rung_is_the_reference_and_claims_nothing(broken: Ladde
     assert fused.over_first.claim in ("none", "slower")
     assert fused.over_first.reason.startswith("the fused part adam ran as its reference, not fused: ")
     assert any(note.startswith("Measured on the CPU") for note in broken.notes)
+
+
+@pytest.fixture(scope="module")
+def in_fp8() -> Ladder:
+    """The first rung and the last, which a CPU emulates."""
+    return ladder(replace(SMALL, rungs="fp8", rounds=1, amax_history=4, fp8_stats=True))
+
+
+def test_emulated_fp8_passes_its_gate_and_claims_nothing(in_fp8: Ladder) -> None:
+    fp8 = in_fp8.rungs[1]
+    assert fp8.failure is None, fp8.log
+    assert fp8.verdict is not None
+    assert fp8.verdict.passed, fp8.verdict.reason
+    assert fp8.verdict.tolerance >= 0.01
+    assert fp8.losses != in_fp8.rungs[0].losses
+    assert "emulated" in {part.implementation for part in fp8.rounds[0].parts}
+    assert fp8.over_first is not None
+    assert fp8.over_first.claim in ("none", "slower")
+    assert any(note.startswith("FP8 is emulated") for note in in_fp8.notes)
+
+
+def test_fp8_runs_with_the_recipe_that_was_asked_for_and_counts_its_worst_saturation(in_fp8: Ladder) -> None:
+    fp8 = in_fp8.rungs[1]
+    assert fp8.recipe.amax_history == 4
+    assert any("amax_history_len=4" in note for note in in_fp8.notes)
+    assert in_fp8.rungs[0].saturation is None
+    assert fp8.saturation is not None
+    assert fp8.saturation["module"].startswith("blocks.")
+    assert fp8.saturation["tensors"] == 24
+    assert 0 <= fp8.saturation["saturated"] < 0.05
+    text = "\n".join(report._remarks(in_fp8))
+    assert f"of the elements of {fp8.saturation['module']}'s {fp8.saturation['tensor']}" in text
+
+
+def test_by_default_a_cpu_leaves_fp8_out_and_says_so() -> None:
+    planned = plan(SMALL)
+    assert planned.rungs == ("adam", "fused-adam", "fused-norm", "amp", "blocks")
+    assert any("The rung fp8 is left out, since FP8 would be emulated" in note for note in planned.notes)
+    assert not any("left out" in note for note in plan(replace(SMALL, rungs="1-4")).notes)
 
 
 def test_raw_rounds_are_kept(broken: Ladder) -> None:
@@ -146,6 +187,11 @@ def test_leaving_early_ends_the_worker() -> None:
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"device": "cuda:77"}, "--device is cuda:77, but"),
         ({"rungs": "apex"}, "no rung"),
+        ({"scaling": "block"}, "--recipe is of the rung fp8, which is not run; name it with --rungs"),
+        ({"fp8_stats": True, "rungs": "1-5"}, "--fp8-stats is of the rung fp8, which is not run"),
+        ({"scaling": "block", "rungs": "fp8", "fp8_stats": True}, "--fp8-stats looks at the state of delayed scaling"),
+        ({"scaling": "current", "rungs": "fp8", "amax_history": 4}, "--amax-history is 4 and --recipe is current"),
+        ({"rungs": "fp8", "amax_history": 0}, "amax_history_len is 0; pass a number of steps"),
         ({"data": "audio:x"}, "audio"),
         ({"data": "text:/no/such/folder"}, "/no/such/folder"),
     ],
@@ -199,4 +245,8 @@ def test_on_a_gpu_the_fused_rungs_run_kernels_and_pass_their_gate() -> None:
         reserved = [r.peak.reserved for r in result.rounds]
         assert max(reserved) <= 1.01 * min(reserved)  # whatever the order of the round
     assert {part.implementation for part in measured.rungs[2].rounds[0].parts} == {"triton"}
+    if support(torch.device("cuda"))[0]:
+        fp8 = measured.rungs[5]
+        assert fp8.rung.name == "fp8"
+        assert {part.implementation for part in fp8.rounds[0].parts} == {"triton", "native"}
     assert measured.rungs[0].rounds[0].optimizer == "torch.optim.AdamW (foreach, torch's default on cuda)"
