@@ -99,7 +99,7 @@ def give_gradients(*weights: Tensor) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", [(33, 70), (64, 48), (5, 1), (130, 144)])
+@pytest.mark.parametrize("shape", [(33, 70), (5, 1), (130, 144)])
 def test_copies_are_the_bytes_of_a_cast_of_the_new_weight(
     place: torch.device, recipe: Recipe, shape: tuple[int, int]
 ) -> None:

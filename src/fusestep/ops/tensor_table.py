@@ -11,8 +11,7 @@ Two kinds of parameter share a table:
   innermost outwards, rows of (size, stride of the parameter, stride of the gradient), and the walk follows the order
   of the op's dense state.
 
-A later kind (two-dimensional tiles, for transposed copies) is another value of DIM_COUNT and another reading of a
-chunk's number; nothing else changes.
+Kernels that walk matrices in tiles (adam_copies.py) read the same tables, with a list of tiles beside that of chunks.
 """
 
 from __future__ import annotations

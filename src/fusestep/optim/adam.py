@@ -52,6 +52,9 @@ class FusedAdam(torch.optim.Optimizer):
     groups. torch.amp.GradScaler works with and without `unscale_`: unscaling, clipping and skipping happen here, and
     nothing of ours waits. With fp16 gradients leave `unscale_` out, since torch refuses them there.
 
+    Where FP8 modules asked for copies of their weights, the step writes them in the same pass (fusestep/fp8/copies.py).
+    Weights of `fp8_model_init` take master_weights=True; they are stepped as their masters.
+
     State dicts load into torch.optim.AdamW and come from it; `step` is saved as torch saves it. Loading never changes
     a dtype to the parameter's. Options in a loaded state replace the constructor's, as in torch; options that it lacks
     keep them.

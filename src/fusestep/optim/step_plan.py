@@ -25,7 +25,7 @@ from fusestep.ops.adam_reference import HYPER_ROW, Hyperparameters, adam_referen
 from fusestep.ops.gradient_norm import NormScratch, combine_norms, norm_reference, to_device, verdict_of
 from fusestep.ops.roll_scales import AMAX, SLOT
 from fusestep.ops.tensor_table import DeviceArray, TensorTable, build_table, entry, gradient_address, upload
-from fusestep.optim.weight_copies import copies_to_write, copy_signature, count_versions, mark_written, stepped_weight
+from fusestep.optim.weight_copies import copies_to_write, copy_signature, count_versions, finish_copies, stepped_weight
 
 State = dict[str, Any]
 
@@ -429,11 +429,12 @@ class StepPlan:
         """
         for part in parts:
             members = [i for i in part.members if gradients[i] is not None]
-            parameters = [self.parameters[i] for i in members]
-            count_versions(parameters)
-            if any(self.copies[i] is not None for i in members):
-                weights = [self.weights[i] for i in members]
-                mark_written(parameters, weights, by_kernel=isinstance(part, KernelPart) and part.copies is not None)
+            count_versions([self.parameters[i] for i in members])
+            by_kernel = isinstance(part, KernelPart) and part.copies is not None
+            for i in members:
+                copies = self.copies[i]
+                if copies is not None:
+                    finish_copies(self.parameters[i], self.weights[i], copies, by_kernel=by_kernel)
 
     def _run_references(
         self, groups: Sequence[dict[str, Any]], plan: DevicePlan, gradients: list[Tensor | None], divisor: float

@@ -6,7 +6,7 @@ and scales are the copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,19 +58,17 @@ def copy_signature(copies: WeightCopies, tensors: Sequence[Tensor]) -> CopySigna
     return CopySignature(by_tile, form.dtype, form.transposed, form.margin, form.power_of_two, is_aligned(tensors))
 
 
-def mark_written(parameters: Iterable[Tensor], weights: Iterable[Tensor], *, by_kernel: bool) -> None:
-    """After a step of these parameters, have their copies written, where no kernel has done it, and marked.
+def finish_copies(parameter: Tensor, weight: Tensor, copies: WeightCopies, *, by_kernel: bool) -> None:
+    """After a step of this parameter, have its copies written, where no kernel has done it, and mark them.
 
     Args:
-        weights: see `stepped_weight`.
+        weight: see `stepped_weight`.
     """
-    for parameter, weight in zip(parameters, weights, strict=True):
-        copies = copies_to_write(parameter)
-        if copies is None:
-            continue
-        if not by_kernel:
-            copies.write(weight.detach())
-        copies.mark(parameter)
+    if not by_kernel:
+        # A weight that lives in FP8 may hold more than it did when the step was planned.
+        copies = copies_to_write(parameter) or copies
+        copies.write(weight.detach())
+    copies.mark(parameter)
 
 
 def count_versions(parameters: Sequence[Tensor]) -> None:
