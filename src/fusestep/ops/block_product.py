@@ -17,6 +17,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
@@ -30,6 +31,9 @@ from fusestep.precision import Scaling
 MX = (1, 32)
 ROW = (1, 128)
 TILE = (128, 128)
+
+#: What torch calls them.
+KINDS = {ROW: ScalingType.BlockWise1x128, TILE: ScalingType.BlockWise128x128}
 
 #: Which blocks of a meet which of b.
 PAIRS = ((ROW, TILE), (ROW, ROW), (TILE, ROW), (MX, MX))
@@ -62,11 +66,7 @@ def emulated_product(
     """The padded product in fp32, on any device."""
     if not a.is_cuda or a_block == MX:
         # What MXFP8 holds bf16 holds as well, since scales are powers of two.
-        whole = (
-            values(t, scale, block, *t.shape)
-            for t, scale, block in ((a, a_scale_inv, a_block), (b, b_scale_inv, b_block))
-        )
-        return exact_product(*whole)
+        return exact_product(_values(a, a_scale_inv, a_block), _values(b, b_scale_inv, b_block))
     # Any other scale needs more digits than bf16 has, and a GPU's fp32 product may round to TF32. So each block along
     # the sum is multiplied exactly, and scaled as it is added, which is also what hardware does.
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
@@ -153,16 +153,13 @@ def _native(
     b_block: Block,
 ) -> Tensor:
     """cuBLASLt's product; torch wants scales of 128 × 128 with the summed dimension first."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    kinds = {ROW: ScalingType.BlockWise1x128, TILE: ScalingType.BlockWise128x128}
     return scaled_mm(
         a,
         b.t(),
         a_scale_inv if a_block == ROW else a_scale_inv.t(),
-        kinds[a_block],
+        KINDS[a_block],
         b_scale_inv if b_block == ROW else b_scale_inv.t(),
-        kinds[b_block],
+        KINDS[b_block],
         bias=bias,
         output_dtype=out_dtype,
     )
@@ -170,12 +167,14 @@ def _native(
 
 def scales_fit(matrix: Tensor, scale_inv: Tensor, block: Block) -> bool:
     """Whether inverse scales are those of a padded matrix in these blocks, and lie as block_scaling.py lays them."""
-    rows, columns = matrix.shape
+    rows, columns = matrix.shape  # padded already, which changes no count of blocks
     if scale_inv.shape != scales_shape(rows, columns, block):
         return False
     if scale_inv.dtype is not (torch.uint8 if block == MX else torch.float32):
         return False
-    return scale_inv.t().is_contiguous() if block[0] == 1 else scale_inv.is_contiguous()
+    if block[0] != 1:
+        return scale_inv.is_contiguous()
+    return scale_inv.stride() == (1, rows) or scale_inv.t().is_contiguous()
 
 
 def check_blocks(

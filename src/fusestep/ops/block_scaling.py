@@ -41,6 +41,7 @@ from fusestep.ops.block_scaling_kernel import TILE, constants, prepare, quantize
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.quantize_kernel import has_fp8_cast
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 
@@ -136,11 +137,14 @@ def run_quantize_blocks(
             _launches.clear()
         sizes = ((rows, columns), x.stride(0), (padded(rows), padded(columns)))
         launch = _launches[key] = prepare(x.device, *sizes, dtype, (height, width), power_of_two)
+    as_stored = data, transposed
+    if not has_fp8_cast(x.device):  # nor do Triton's pointers know of FP8
+        as_stored = data.view(torch.uint8), transposed.view(torch.uint8)
     launch(
         x,
-        data.view(torch.uint8) if rowwise else None,
+        as_stored[0] if rowwise else None,
         scales if rowwise else None,
-        transposed.view(torch.int32) if columnwise else None,
+        as_stored[1] if columnwise else None,
         transposed_scales if columnwise else None,
         partial_sums,
     )
@@ -265,12 +269,15 @@ def compilations() -> Iterator[Compilation]:
         ("weights, before Hopper", "fp32", torch.float8_e4m3fn, (128, 128), True, False, False),
         ("MXFP8 gradients, bias", "bf16", torch.float8_e4m3fn, (1, 32), True, True, True),
     ):
+        data = "*u8"
+        if hardware_cast:
+            data = "*fp8e4nv" if dtype == torch.float8_e4m3fn else "*fp8e5"
         scales = "*u8" if block[1] == 32 else "*fp32"
         pointers = {
             "x_ptr": f"*{element}",
-            "data_ptr": "*u8",
+            "data_ptr": data,
             "scales_ptr": scales,
-            "transposed_ptr": "*i32",
+            "transposed_ptr": data,
             "transposed_scales_ptr": scales,
         }
         numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")

@@ -85,7 +85,8 @@ def _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PA
     """Store the bytes of what `_load` gave."""
     row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
     column = left + tl.arange(0, 128)[None, :]
-    tl.store(data_ptr + row * padded_columns + column, code, mask=(row < padded_rows) & (column < padded_columns))
+    bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    tl.store(bytes_ptr + row * padded_columns + column, code, mask=(row < padded_rows) & (column < padded_columns))
 
 
 @triton.jit
@@ -101,9 +102,9 @@ def _store_square_scale(scale_inv, scales_ptr, row_tile, column_tile, column_til
 @triton.jit(do_not_specialize=["rows"])
 def quantize_blocks_kernel(
     x_ptr,  # rows of `columns`, row_stride apart
-    data_ptr,  # bytes (padded_rows, padded_columns), or None
+    data_ptr,  # FP8 (padded_rows, padded_columns), or None
     scales_ptr,  # of data, in the layout of block_scaling.py
-    transposed_ptr,  # words of PACK bytes, (padded_columns, padded_rows / PACK), or None
+    transposed_ptr,  # FP8 (padded_columns, padded_rows), or None; stored in words of PACK bytes
     transposed_scales_ptr,
     sums_ptr,  # fp32 (row tiles, columns), sums over the tiles' rows, or None
     rows,
@@ -182,7 +183,8 @@ def quantize_blocks_kernel(
             words = padded_rows // PACK
             word = row_tile * HEIGHT + tl.arange(0, HEIGHT)
             mask = (column < padded_columns)[:, None] & (word < words)[None, :]
-            tl.store(transposed_ptr + column[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
+            words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            tl.store(words_ptr + column[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
 
 
 def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
@@ -208,10 +210,7 @@ def prepare(
     block: tuple[int, int],
     power_of_two: bool,
 ) -> PreparedLaunch:
-    """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted.
-
-    Data are passed as bytes, uint8, and the transposed as words, int32.
-    """
+    """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted."""
     tiles = -(-padded_shape[0] // TILE) * -(-padded_shape[1] // TILE)
     numbers = (*shape, row_stride, *padded_shape)
     options = constants(dtype, block, power_of_two, has_fp8_cast(device))

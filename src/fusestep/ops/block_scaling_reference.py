@@ -63,7 +63,8 @@ def microscale(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
     0 gives 0, infinity 254, NaN 255, of which the scale is NaN.
     """
-    bits = (amax / largest).view(torch.int32)
+    # By a tensor: a GPU divides by a number through its rounded reciprocal.
+    bits = amax.div(torch.full_like(amax, largest)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # E8M0 begins at 2^-127, which in fp32 is below the normal numbers: half of the smallest one.
     exponent = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
