@@ -152,6 +152,10 @@ class FP8Module(nn.Module):
         region.pending.add(state, region.group)
         return state
 
+    def has_rolled(self) -> None:
+        """Say that a loaded state was saved after its amaxes had entered the histories, so that none enters twice."""
+        self.__dict__["_has_unrolled"] = False
+
     def _forget_casts(self) -> None:
         """Let go of what was worked out from state, parameters or their places that are no more."""
         self.__dict__["_casts"] = self.__dict__["_cached"] = self.__dict__["_asked"] = None
@@ -214,6 +218,10 @@ class FP8Module(nn.Module):
                 cached = self.__dict__["_cached"] = {}
             cached[index] = (quantized, _states_of(sources))
         return quantized
+
+    def drop_caches(self) -> None:
+        """Forget the casts that micro-batches share; `fusestep.refresh` calls this after a write through `.data`."""
+        self.__dict__["_cached"] = None
 
     def _copies_of(self, weight: Tensor, index: int, casts: Casts) -> WeightCopies:
         """The copies that the optimizer is asked to write."""
