@@ -87,8 +87,8 @@ def test_a_training_forward_casts_no_weight_that_the_optimizer_has_cast(
 ) -> None:
     module = LayerNormMLP(24, 40, device=device)
     other = copy.deepcopy(module)
-    optimizer = FusedAdam(module.parameters(), lr=1e-2)
-    reference = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.0, foreach=False)
+    optimizer = FusedAdam(module.parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.0, foreach=False)
     cast: list[Tensor] = []
     kinds = {kind for base in Casts.__subclasses__() for kind in (base, *base.__subclasses__())} | {Casts}
     for kind in kinds:
@@ -112,9 +112,8 @@ def test_a_training_forward_casts_no_weight_that_the_optimizer_has_cast(
             its_optimizer.step()
             its_optimizer.zero_grad()
             outputs.append(y.detach())
-        assert (outputs[0] - outputs[1]).norm() <= 0.05 * outputs[
-            1
-        ].norm()  # the optimizer casts with the scale of its step
+        # The optimizer casts with the scale of its step, which is one step older.
+        assert (outputs[0] - outputs[1]).norm() <= 0.1 * outputs[1].norm()
     # What was written since, in whatever way that a version tells, is cast afresh.
     with torch.no_grad():
         module.fc1_weight.mul_(2)
