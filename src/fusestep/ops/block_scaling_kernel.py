@@ -63,15 +63,6 @@ def _microscale(amax_bits, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _bytes(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """`fp8_code` with one NaN, that of the instruction, whatever sign a NaN comes with."""
-    code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-    if not HARDWARE_CAST:
-        code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)
-    return code
-
-
-@triton.jit
 def _load(x_ptr, part, top, left, rows, columns, row_stride, PACK: tl.constexpr):
     """Every PACK-th row of a tile from row `part` on, in fp32, zero beyond the matrix."""
     row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
@@ -142,7 +133,7 @@ def quantize_blocks_kernel(
             else:
                 scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
             scale = tl.reshape(tl.broadcast_to(scale, [HEIGHT, PARTS, WIDTH]), [HEIGHT, 128])
-            code = _bytes(x * scale, E4M3, HARDWARE_CAST)
+            code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
             _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
             row = top + part + tl.arange(0, HEIGHT)[:, None, None] * PACK
             block = column_tile * PARTS + tl.arange(0, PARTS)[None, :, None]
@@ -175,7 +166,7 @@ def quantize_blocks_kernel(
         packed = tl.zeros([HEIGHT, 128], tl.int32)
         for part in tl.static_range(PACK):
             x = _load(x_ptr, part, top, left, rows, columns, row_stride, PACK)
-            code = _bytes(x * scale, E4M3, HARDWARE_CAST)
+            code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
             if data_ptr is not None and SQUARE:
                 _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
             packed |= code.to(tl.int32) << (8 * part)
