@@ -236,6 +236,29 @@ def test_an_inspection_has_the_state_of_the_checkpoint_and_the_shares_of_its_ste
     assert {row["step"] for row in statistics_of_run(early.checkpoint)} == {3}
 
 
+def test_a_run_resumes_bit_for_bit_after_a_step_that_was_skipped(
+    tiny: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def poisoning(self: Trainer) -> torch.Tensor:
+        if self.step != 4:
+            return original(self)
+        hook = self.model.position.weight.register_hook(lambda gradient: gradient * float("nan"))
+        values = original(self)
+        hook.remove()
+        return values
+
+    monkeypatch.setattr(Trainer, "train_step", poisoning)
+    straight = tiny(precision="fp8", out=str(tmp_path / "straight"))
+    assert train(straight).skipped_steps == 1
+    broken = tiny(precision="fp8", out=str(tmp_path / "broken"), steps=5, schedule_steps=10)
+    train(broken)
+    train(dataclasses.replace(broken, steps=10, resume=True))
+    expected = newest(straight.out).weights()
+    assert all(torch.equal(value, expected[name]) for name, value in newest(broken.out).weights().items())
+
+
 def test_gradients_that_are_not_finite_are_counted_and_keep_the_scales(
     tiny: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,7 +207,7 @@ class FP8Module(nn.Module):
                 return quantized
         if not grad:
             return casts.weight(weight, index, columnwise=False)
-        if len(sources) == 1:
+        if len(sources) == 1 and not is_counting():  # what the optimizer casts is not counted
             copies = self._copies_of(sources[0], index, casts)
             if copies.is_current(sources[0]) and copies.quantized is not None:
                 return copies.quantized

@@ -362,7 +362,7 @@ class StepPlan:
                 is_counted |= self._launch(groups, plan, None if is_counted else counters, is_gated)
             if plan.references and not (is_gated and plan.skip.item()):
                 self._run_references(groups, plan, gradients, float(plan.divisor) if is_gated else 1.0)
-                self._finish(plan.references, gradients)
+            self._finish(plan.references, gradients)
             self._finish(plan.kernels, gradients)
         if not is_counted:
             skip = to_device(self.devices[0].skip, counters.device) if is_gated else counters.new_zeros(())
