@@ -90,6 +90,16 @@ def test_generation_keeps_its_stride_after_half_of_the_demo_s_training(tmp_path:
 
 
 @pytest.mark.slow
+def test_a_model_trains_in_fp8_and_shows_its_scales(tmp_path: Path) -> None:
+    said = fusestep(demo_command("train --preset tiny --precision fp8"), tmp_path, "--steps 30")
+    found = re.search(r"final loss (\S+) ", said.splitlines()[-1])
+    assert found is not None
+    assert float(found[1]) < 3.5
+    table = fusestep(demo_command("inspect demo/fp8"), tmp_path)
+    assert len(re.findall(r"^blocks\..* E[45]M[23] .*%", table, re.MULTILINE)) == 24
+
+
+@pytest.mark.slow
 def test_the_ladder_prints_and_keeps_its_rungs(tmp_path: Path) -> None:
     table = fusestep(demo_command("ladder"), tmp_path, "--rounds 1 --steps 12 --gate-steps 10 --batch 2")
     for rung in ("adam", "fused-adam", "fused-norm", "amp"):

@@ -1,4 +1,4 @@
-"""The whole story on this machine: what runs here, two models trained and used, and the ladder measured.
+"""The whole story on this machine: what runs here, three models trained and used, and the ladder measured.
 
     python tools/demo.py
 
@@ -39,6 +39,13 @@ STORY = [
         ],
     ),
     (
+        "The same in FP8, emulated with the same numbers where the chip lacks it, and what its scaling has seen.",
+        [
+            "fusestep train --preset tiny --precision fp8 --fp8-stats --steps 120 --lr 3e-3 --warmup 20 --out demo/fp8",
+            "fusestep inspect demo/fp8",
+        ],
+    ),
+    (
         "What each speed-up buys here, measured rung by rung.",
         ["fusestep ladder --out demo/ladder"],
     ),
@@ -47,7 +54,7 @@ STORY = [
 
 def clear() -> None:
     """Remove the runs of an earlier demo."""
-    for name in ("text", "sequences", "ladder"):
+    for name in ("text", "sequences", "fp8", "ladder"):
         shutil.rmtree(Path("demo") / name, ignore_errors=True)
 
 
