@@ -72,7 +72,7 @@ def compilations() -> Iterator[Compilation]:
         "transpose",
         {"data_ptr": "u8", "transposed_ptr": "u8"},
         {"rows": "i32", "columns": "i32"},
-        {"ROWS": choice.rows, "COLUMNS": choice.columns, "PACK": choice.pack},
+        {"ROWS": choice.rows, "COLUMNS": choice.columns},
         choice.warps,
     )
 
@@ -93,7 +93,6 @@ def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_har
         "POWER_OF_TWO": False,
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
-        "PACK": choice.pack,
     }
     pointers = {
         "x_ptr": "bf16",

@@ -175,19 +175,14 @@ def _store_bytes(code, data_ptr, row, column, start, width, out_rows, out_column
 
 
 @triton.jit
-def _store_transposed(packed, transposed_ptr, first_row, first_column, start, width, out_rows, PACK: tl.constexpr):
-    """Store a tile of PACK rows a word transposed."""
+def _store_transposed(code, transposed_ptr, first_row, first_column, start, width, out_rows):
+    """Store a tile transposed; arguments as of `_store_bytes`."""
     if transposed_ptr is not None:
-        if PACK == 1:
-            words_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-            packed = packed.to(tl.uint8)
-        else:
-            words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        words = out_rows // PACK
-        word = first_row // PACK + tl.arange(0, packed.shape[0])
-        column = first_column + tl.arange(0, packed.shape[1])
-        mask = (column < width)[:, None] & (word < words)[None, :]
-        tl.store(words_ptr + (start + column)[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
+        bytes_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        row = first_row + tl.arange(0, code.shape[0])[None, :]
+        column = first_column + tl.arange(0, code.shape[1])[:, None]
+        mask = (column < width) & (row < out_rows)
+        tl.store(bytes_ptr + (start + column) * out_rows + row, tl.trans(code), mask=mask)
 
 
 @triton.jit
@@ -225,13 +220,8 @@ def _quantize_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PACK: tl.constexpr,
 ):
-    """One tile a program, neighbours in a row after one another.
-
-    A tile is read as PACK tiles of every PACK-th row, so that PACK bytes that follow one another in the transpose meet
-    in one word of one thread, and words are transposed instead of bytes.
-    """
+    """One tile a program, neighbours in a row after one another."""
     scale = slot_scale(slots_ptr, index, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
     HALVES: tl.constexpr = 2 if GATED and h_ptr is not None else 1
     out_rows = (tl.cast(rows, tl.int64) + 15) // 16 * 16
@@ -249,43 +239,32 @@ def _quantize_kernel(
     first_row = (program // across).to(tl.int64) * ROWS
     first_column = (program % across) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    bits = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
-    packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
-    second_packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
-    total = tl.zeros([ROWS // PACK, COLUMNS], tl.float32)
-    second_total = tl.zeros([ROWS // PACK, COLUMNS], tl.float32)
-    for part in tl.static_range(PACK):
-        row = first_row + part + tl.arange(0, ROWS // PACK)[:, None] * PACK
-        mask = (row < rows) & (column < columns)
-        values, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
-        scaled = values * scale
-        code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-        _store_bytes(code, data_ptr, row, column, 0, first_width, out_rows, out_columns)
-        packed |= code.to(tl.int32) << (8 * part)
-        total += values
-        bits = tl.maximum(bits, magnitude_bits(values))
-        if counts_ptr is not None:
-            _count(counts_ptr, index, values, scaled, code, E4M3)
-        if HALVES == 2:
-            scaled = second * scale
-            code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-            _store_bytes(code, data_ptr, row, column, columns, last_width, out_rows, out_columns)
-            second_packed |= code.to(tl.int32) << (8 * part)
-            second_total += second
-            bits = tl.maximum(bits, magnitude_bits(second))
-            if counts_ptr is not None:
-                _count(counts_ptr, index, second, scaled, code, E4M3)
-    _store_transposed(packed, transposed_ptr, first_row, first_column, 0, first_width, out_rows, PACK)
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    mask = (row < rows) & (column < columns)
+    values, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
+    scaled = values * scale
+    code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+    _store_bytes(code, data_ptr, row, column, 0, first_width, out_rows, out_columns)
+    _store_transposed(code, transposed_ptr, first_row, first_column, 0, first_width, out_rows)
+    bits = magnitude_bits(values)
+    if counts_ptr is not None:
+        _count(counts_ptr, index, values, scaled, code, E4M3)
     if HALVES == 2:
-        _store_transposed(second_packed, transposed_ptr, first_row, first_column, columns, last_width, out_rows, PACK)
+        scaled = second * scale
+        code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+        _store_bytes(code, data_ptr, row, column, columns, last_width, out_rows, out_columns)
+        _store_transposed(code, transposed_ptr, first_row, first_column, columns, last_width, out_rows)
+        bits = tl.maximum(bits, magnitude_bits(second))
+        if counts_ptr is not None:
+            _count(counts_ptr, index, second, scaled, code, E4M3)
     if RECORD:
         raise_amax_bits(slots_ptr, index, bits)
     if partials_ptr is not None:
         partials_ptr += (first_row // ROWS) * sums_width
         column = first_column + tl.arange(0, COLUMNS)
-        tl.store(partials_ptr + column, tl.sum(total, axis=0), mask=column < columns)
+        tl.store(partials_ptr + column, tl.sum(values, axis=0), mask=column < columns)
         if HALVES == 2:
-            tl.store(partials_ptr + columns + column, tl.sum(second_total, axis=0), mask=column < columns)
+            tl.store(partials_ptr + columns + column, tl.sum(second, axis=0), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -296,9 +275,8 @@ def _transpose_kernel(
     columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PACK: tl.constexpr,
 ):
-    """One tile of bytes a program, read and packed as in the cast."""
+    """One tile of bytes a program."""
     out_rows = tl.cast(rows, tl.int64) * 16
     out_columns = tl.cast(columns, tl.int64) * 16
     across = ((out_columns - 1) // COLUMNS + 1).to(tl.int32)
@@ -307,34 +285,29 @@ def _transpose_kernel(
     first_column = (program % across) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)[None, :]
     bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    packed = tl.zeros([ROWS // PACK, COLUMNS], tl.int32)
-    for part in tl.static_range(PACK):
-        row = first_row + part + tl.arange(0, ROWS // PACK)[:, None] * PACK
-        mask = (row < out_rows) & (column < out_columns)
-        code = tl.load(bytes_ptr + row * out_columns + column, mask=mask, other=0)
-        packed |= code.to(tl.int32) << (8 * part)
-    _store_transposed(packed, transposed_ptr, first_row, first_column, 0, out_columns, out_rows, PACK)
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    code = tl.load(bytes_ptr + row * out_columns + column, mask=(row < out_rows) & (column < out_columns), other=0)
+    _store_transposed(code, transposed_ptr, first_row, first_column, 0, out_columns, out_rows)
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """How a kernel over tiles of `rows` × `columns` is launched; `pack` rows are transposed as one word (1 or 4)."""
+    """How a kernel over tiles of `rows` × `columns` is launched."""
 
     rows: int
     columns: int
     warps: int
-    pack: int = 1
 
 
 def quantize_launch(columnwise: bool, gradient: bool) -> TileLaunch:
     """The launch of a cast: of what is also stored transposed, and of an activation's gradient."""
     if not columnwise:
         return TileLaunch(4, 1024, 4)
-    return TileLaunch(64, 64, 4 if not gradient else 8, 4)
+    return TileLaunch(64, 64, 4 if not gradient else 8)
 
 
 def transpose_launch() -> TileLaunch:
-    return TileLaunch(64, 64, 4, 4)
+    return TileLaunch(64, 64, 4)
 
 
 def amax_launch(columns: int) -> TileLaunch:
@@ -416,7 +389,6 @@ def prepare_quantize(
         POWER_OF_TWO=power_of_two,
         ROWS=choice.rows,
         COLUMNS=choice.columns,
-        PACK=choice.pack,
         num_warps=choice.warps,
     )
     as_bytes = not has_fp8_type(device)
@@ -448,6 +420,5 @@ def prepare_transpose(device: torch.device, rows: int, columns: int) -> Prepared
         (rows // PAD, columns // PAD),
         ROWS=choice.rows,
         COLUMNS=choice.columns,
-        PACK=choice.pack,
         num_warps=choice.warps,
     )
