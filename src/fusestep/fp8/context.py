@@ -13,10 +13,8 @@ checkpointing), meet the very scales of the first forward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from contextlib import ContextDecorator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """What an fp8_autocast region asks of the modules inside.
 
     Attributes:
@@ -42,9 +39,9 @@ class Region:
 
     enabled: bool
     recipe: Recipe
-    calibrating: bool = False
-    group: Any = None
-    pending: Pending = field(default_factory=Pending, compare=False, repr=False)
+    calibrating: bool
+    group: Any
+    pending: Pending
 
 
 class _Thread(threading.local):
@@ -74,17 +71,12 @@ def is_enabled() -> bool:
     return region is not None and region.enabled
 
 
-@contextmanager
-def fp8_autocast(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    group: ProcessGroup | None = None,
-    calibrating: bool = False,
-) -> Iterator[None]:
+class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
     """Run the modules of `fusestep.nn` in FP8 within this region.
 
     It composes with torch.autocast, whose dtype is then that of the modules' outputs. Without a GPU that multiplies
-    FP8 the same quantised numbers are computed by emulation, which is announced.
+    FP8 the same quantised numbers are computed by emulation, which is announced. Usable again and again, and as a
+    decorator.
 
     Args:
         enabled: False switches FP8 off within, also inside an enabled region.
@@ -94,23 +86,44 @@ def fp8_autocast(
             starts from known scales.
     Raises: UserError for a recipe that is none, and for switches that are neither True nor False.
     """
-    for name, switch in (("enabled", enabled), ("calibrating", calibrating)):
-        if not isinstance(switch, bool):
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        group: ProcessGroup | None = None,
+        calibrating: bool = False,
+    ) -> None:
+        if type(enabled) is not bool or type(calibrating) is not bool:
+            name, switch = ("calibrating", calibrating) if type(enabled) is bool else ("enabled", enabled)
             raise UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
-    if recipe is None:
-        recipe = _DEFAULT_RECIPE
-    if not isinstance(recipe, Recipe) or type(recipe) is Recipe:
-        raise UserError(f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling().")
-    outer = _thread.region
-    is_active = enabled or calibrating
-    # A region within backward belongs to a forward that is computed again, and begins no step.
-    is_forward = torch._C._current_graph_task_id() == -1
-    if is_active and not _thread.depth and is_forward and torch.is_grad_enabled():
-        _thread.pending.roll()
-    _thread.region = Region(enabled, recipe, calibrating, group, _thread.pending)
-    _thread.depth += is_active
-    try:
-        yield
-    finally:
-        _thread.region = outer
-        _thread.depth -= is_active
+        if recipe is None:
+            recipe = _DEFAULT_RECIPE
+        if not isinstance(recipe, Recipe) or type(recipe) is Recipe:
+            raise UserError(
+                f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling()."
+            )
+        self._asked = enabled, recipe, calibrating, group
+        self._outer: list[Region | None] = []
+
+    def _recreate_cm(self) -> fp8_autocast:
+        # Each call of a decorated function is a region of its own: calls may meet, in threads or by recursion.
+        enabled, recipe, calibrating, group = self._asked
+        return fp8_autocast(enabled, recipe, group, calibrating)
+
+    def __enter__(self) -> None:
+        thread = _thread
+        enabled, recipe, calibrating, group = self._asked
+        # A region within backward belongs to a forward that is computed again, and begins no step.
+        if enabled or calibrating:
+            if not thread.depth and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                thread.pending.roll()
+            thread.depth += 1
+        self._outer.append(thread.region)
+        thread.region = Region(enabled, recipe, calibrating, group, thread.pending)
+
+    def __exit__(self, *exception: object) -> None:
+        thread = _thread
+        enabled, _, calibrating, _ = self._asked
+        thread.depth -= enabled or calibrating
+        thread.region = self._outer.pop()
