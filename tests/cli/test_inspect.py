@@ -115,10 +115,13 @@ def test_what_cannot_be_drawn_is_one_sentence_and_nothing_is_written(
     fusestep: Any, counted: Path, uncounted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.png").mkdir()
     for run, plot, sentence in (
         (uncounted, tmp_path / "a.png", "has no statistics over steps up to step 6; train with --fp8-stats"),
         (counted, tmp_path / "a.gif", "name a file that ends in .png"),
-        (counted, tmp_path / "file" / "a.png", "is in its way; choose another"),
+        (counted, tmp_path / "file" / "a.png", "is in its way; name another file"),
+        (counted, tmp_path / "folder.png", "cannot be written (Is a directory); name another file"),
+        (counted, tmp_path / f"{'a' * 300}.png", "cannot be written (File name too long); name another file"),
         (tmp_path / "nowhere", tmp_path / "a.png", "nowhere does not exist; name a run's folder"),
     ):
         status, out, err = fusestep(run, "--plot", plot)
@@ -131,4 +134,4 @@ def test_what_cannot_be_drawn_is_one_sentence_and_nothing_is_written(
     status, _, err = fusestep(counted, "--plot", tmp_path / "a.png")
     assert status == 2
     assert "the package matplotlib is not installed; run pip install 'fusestep[report]'" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]

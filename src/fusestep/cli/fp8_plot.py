@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fusestep import durable
 from fusestep.errors import UserError
@@ -19,8 +20,8 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     Raises: UserError if the file cannot be written there.
     """
     obstacle = durable.obstacle(file.parent)
-    if obstacle is not None or file.is_dir():
-        raise UserError(f"--plot {file} cannot be written, since {obstacle or file} is in its way; choose another.")
+    if obstacle is not None:
+        raise UserError(f"--plot {file} cannot be written, since {obstacle} is in its way; name another file.")
     lines: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         lines.setdefault((row["module"], row["tensor"]), []).append(row)
@@ -47,9 +48,13 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         axes.grid(alpha=0.3)
     figure.axes[0].set_title("FP8 scaling, a line for each tensor")
     figure.axes[1].set_xlabel("step")
+    figure.axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with durable.replacing(file) as out:
-        out.write(picture.getvalue())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with durable.replacing(file) as out:
+            out.write(picture.getvalue())
+    except OSError as error:
+        raise UserError(f"--plot {file} cannot be written ({error.strerror}); name another file.") from error
