@@ -94,9 +94,9 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         group: ProcessGroup | None = None,
         calibrating: bool = False,
     ) -> None:
-        if type(enabled) is not bool or type(calibrating) is not bool:
-            name, switch = ("calibrating", calibrating) if type(enabled) is bool else ("enabled", enabled)
-            raise UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
+        for name, switch in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(switch, bool):
+                raise UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
         if recipe is None:
             recipe = _DEFAULT_RECIPE
         if not isinstance(recipe, Recipe) or type(recipe) is Recipe:

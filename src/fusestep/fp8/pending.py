@@ -47,9 +47,10 @@ class Pending:
 
     def roll(self) -> None:
         """Move what was recorded into the histories, and renew the scales."""
-        recorded, self._recorded = self._recorded, {}
+        recorded = self._recorded
         if not recorded:
             return
+        self._recorded = {}
         if "torch._dynamo" in sys.modules:
             _without_compiling()(self, recorded)
         else:
@@ -61,15 +62,17 @@ class Pending:
             state = reference()
             if state is not None:
                 by_group.setdefault(group, []).append(state)
-                if group is not None:
-                    self._members.setdefault(group, {})[reference] = None
         for group, states in by_group.items():
-            if group is not None:
-                # A module that did not run on this rank may have run on another: all that ever ran take part.
-                members = (reference() for reference in self._members[group])
-                states[:] = [state for state in members if state is not None]
-                reduce_amaxes([state for state in states if state.recipe.reduce_amax], group)
-            self._roll(states)
+            self._roll(states if group is None else self._reduced(states, group))
+
+    def _reduced(self, states: list[Slots], group: Any) -> list[Slots]:
+        """The states that a group rolls, once their amaxes are those of all ranks."""
+        # A module that did not run on this rank may have run on another: all that ever ran take part.
+        references = self._members.setdefault(group, {})
+        references.update(dict.fromkeys(state.reference for state in states))
+        members = [state for state in (reference() for reference in references) if state is not None]
+        reduce_amaxes([state for state in members if state.recipe.reduce_amax], group)
+        return members
 
     def _roll(self, states: list[Slots]) -> None:
         states.sort(key=attrgetter("number"))
