@@ -26,7 +26,7 @@ from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.ops.quantized import Quantized
-from fusestep.ops.scaled_mm import scaled_mm
+from fusestep.ops.scaled_mm import multiply
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
             features = ctx.x_shape[-1]
             if x_needed:
                 dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, ctx.x_dtype)
-                dx = dx.view(ctx.x_shape)
+                dx = dx if dy.dim() == 2 else dx.view(ctx.x_shape)
             if weight_needed:
                 dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, ctx.weight_dtype)
         elif bias_needed:
@@ -229,20 +229,19 @@ def forward_product(casts: Casts, x: Quantized, weight: Quantized, bias: Tensor 
     """x · weightᵀ + bias, (rows, out); contiguous."""
     assert x.data is not None
     assert weight.data is not None
-    y = scaled_mm(
+    return multiply(
         x.data,
         x.scale_inv,
         weight.data,
         weight.scale_inv,
-        rows=x.shape[0],
-        columns=weight.shape[0],
-        out_dtype=dtype,
-        bias=bias,
-        fast_accumulation=True,
-        a_block=casts.block,
-        b_block=casts.weight_block,
+        x.shape[0],
+        weight.shape[0],
+        dtype,
+        bias,
+        True,
+        casts.block,
+        casts.weight_block,
     )
-    return y if y.is_contiguous() else y.contiguous()
 
 
 def input_gradient(
@@ -250,18 +249,19 @@ def input_gradient(
 ) -> Tensor:
     """dy · weight, (rows, features); contiguous."""
     assert dy.data is not None
-    dx = scaled_mm(
+    return multiply(
         dy.data,
         dy.scale_inv,
         weight_transposed,
         weight_scale_inv,
-        rows=dy.shape[0],
-        columns=features,
-        out_dtype=dtype,
-        a_block=casts.block,
-        b_block=casts.weight_block,
+        dy.shape[0],
+        features,
+        dtype,
+        None,
+        False,
+        casts.block,
+        casts.weight_block,
     )
-    return dx if dx.is_contiguous() else dx.contiguous()
 
 
 def weight_gradient(
@@ -269,18 +269,19 @@ def weight_gradient(
 ) -> Tensor:
     """dyᵀ · x, (out, features), in the dtype of the weight; contiguous."""
     assert dy.transposed is not None
-    dweight = scaled_mm(
+    return multiply(
         dy.transposed,
         dy.transposed_scale_inv,
         x_transposed,
         x_scale_inv,
-        rows=dy.shape[1],
-        columns=features,
-        out_dtype=dtype,
-        a_block=casts.block,
-        b_block=casts.block,
+        dy.shape[1],
+        features,
+        dtype,
+        None,
+        False,
+        casts.block,
+        casts.block,
     )
-    return dweight if dweight.is_contiguous() else dweight.contiguous()
 
 
 def shaped(y: Tensor, x: Tensor) -> Tensor:

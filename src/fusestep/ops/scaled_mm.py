@@ -81,6 +81,35 @@ def scaled_mm(
     )
 
 
+def multiply(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+    a_block: tuple[int, int] | None = None,
+    b_block: tuple[int, int] | None = None,
+) -> Tensor:
+    """scaled_mm of operands that casts made, and so fit: the device's own product of them is not checked.
+
+    Call it where gradients are disabled, as within an autograd.Function. Returns: as scaled_mm, but contiguous.
+    """
+    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._len_torch_dispatch_stack():
+        run = scaled_mm_op
+    elif a_block is None and dispatch.multiplies_fp8("scaled_mm", a.device):
+        run = _native
+    else:
+        run = run_scaled_mm
+    out: Tensor = run(
+        a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
+    )
+    return out if out.is_contiguous() else out.contiguous()
+
+
 def run_scaled_mm(
     a: Tensor,
     a_scale_inv: Tensor,
@@ -98,6 +127,7 @@ def run_scaled_mm(
     blocks = None if a_block is b_block is None else (_block(a_block), _block(b_block))
     check(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, blocks)
     device = a.device
+    bias = None if bias is None else bias.detach()
     if blocks is not None:
         if bias is not None:
             bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
@@ -121,7 +151,7 @@ def scaled_mm_reference(
     """The emulated product, on any device."""
     out = exact_product(a, b).mul_(a_scale_inv * b_scale_inv)
     if bias is not None:
-        out[:, :columns] += bias.detach().to(out_dtype)
+        out[:, :columns] += bias.to(out_dtype)
     return sliced(out.to(out_dtype), rows, columns)
 
 
@@ -135,18 +165,17 @@ def _native(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accumulation: bool,
+    a_block: None = None,  # noqa: ARG001
+    b_block: None = None,  # noqa: ARG001
 ) -> Tensor:
     """cuBLASLt's product, which adds a bias before it rounds to bf16 or fp16; to fp32 it is added after."""
-    if bias is not None:
-        bias = bias.detach()
-        if out_dtype is torch.float32:
-            out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, None, None, out_dtype, fast_accumulation)
-            out = sliced(out, rows, columns)
-            return out.add_(bias)
-        bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
+    epilogue = None
+    if bias is not None and out_dtype is not torch.float32:
+        epilogue = _padded_bias(bias, columns, b.shape[0], out_dtype)
     # By position: keywords cost the host another microsecond.
-    out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, bias, None, out_dtype, fast_accumulation)
-    return sliced(out, rows, columns)
+    out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, epilogue, None, out_dtype, fast_accumulation)
+    out = sliced(out, rows, columns)
+    return out if bias is None or epilogue is not None else out.add_(bias)
 
 
 def _block(block: list[int] | tuple[int, int] | None) -> Block:
@@ -156,7 +185,6 @@ def _block(block: list[int] | tuple[int, int] | None) -> Block:
 
 def _padded_bias(bias: Tensor, columns: int, padded_columns: int, dtype: torch.dtype) -> Tensor:
     """A bias as a product's epilogue reads it: contiguous, in the product's dtype, as long as its padded rows."""
-    bias = bias.detach()
     if columns != padded_columns:
         bias = torch.nn.functional.pad(bias, (0, padded_columns - columns))
     if bias.dtype is not dtype or not bias.is_contiguous():
