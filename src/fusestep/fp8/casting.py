@@ -13,7 +13,7 @@ Matrices are (rows, columns), and each cast can give the rowwise and the transpo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,13 @@ from fusestep.ops.activation import activation_backward_reference, activation_re
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
 from fusestep.ops.norm_quantize import norm_quantize
-from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward
+from fusestep.ops.quantize import _cast as cast
+from fusestep.ops.quantize_plan import CastPlan, plan_cast, runs_kernels
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.roll_scales import SLOT
+
+#: Plans that one module keeps; shapes may never repeat.
+MOST_PLANS = 256
 
 #: A block of weights, and of all else, under Float8BlockScaling; MXFP8's for both.
 TILE, ROW, MX_ROW = (128, 128), (1, 128), (1, 32)
@@ -124,39 +128,23 @@ class _TensorwiseCasts(Casts):
     power_of_two = False
     counts: Tensor | None = None
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._plans: dict[tuple[Any, ...], CastPlan] = {}
+
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
         """The slots of a cast, and its place in them."""
         raise NotImplementedError
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
-        slots, place = self._slots(index, x)
-        quantized, _ = quantize(
-            x,
-            slots,
-            place,
-            self.forward_dtype,
-            columnwise=columnwise,
-            record=self.record,
-            margin=self.margin,
-            power_of_two=self.power_of_two,
-            counts=self.counts,
-        )
-        return quantized
+        wanted = (self.forward_dtype, True, columnwise, False)
+        return self._cast(x, None, "", index, wanted, (index, wanted, x.shape, x.stride(), x.dtype, x.device))[0]
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
-        slots, place = self._slots(index, h)
-        return quantize_activation(
-            h,
-            name,
-            slots,
-            place,
-            self.forward_dtype,
-            columnwise=columnwise,
-            record=self.record,
-            margin=self.margin,
-            power_of_two=self.power_of_two,
-            counts=self.counts,
-        )
+        wanted = (self.forward_dtype, True, columnwise, False)
+        return self._cast(h, None, name, index, wanted, (index, wanted, h.shape, h.stride(), h.dtype, h.device, name))[
+            0
+        ]
 
     def norm(
         self,
@@ -188,40 +176,55 @@ class _TensorwiseCasts(Casts):
     def gradient(
         self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
     ) -> tuple[Quantized, Tensor | None]:
-        slots, place = self._slots(index, dy)
-        return quantize(
-            dy,
-            slots,
-            place,
-            self.backward_dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            record=self.record,
-            margin=self.margin,
-            power_of_two=self.power_of_two,
-            counts=self.counts,
-            column_sums=column_sums,
-        )
+        wanted = (self.backward_dtype, rowwise, columnwise, column_sums)
+        return self._cast(dy, None, "", index, wanted, (index, wanted, dy.shape, dy.stride(), dy.dtype, dy.device))
 
     def activation_gradient(
         self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
     ) -> tuple[Quantized, Tensor | None]:
-        slots, place = self._slots(index, da)
-        return quantize_activation_backward(
-            da,
-            h,
-            name,
-            slots,
-            place,
-            self.backward_dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            record=self.record,
-            margin=self.margin,
-            power_of_two=self.power_of_two,
-            counts=self.counts,
-            column_sums=column_sums,
-        )
+        wanted = (self.backward_dtype, rowwise, columnwise, column_sums)
+        layouts = (da.shape, da.stride(), da.dtype, da.device, h.shape, h.stride(), h.dtype)
+        return self._cast(da, h, name, index, wanted, (index, wanted, layouts, name))
+
+    def _cast(
+        self, x: Tensor, h: Tensor | None, name: str, index: int, wanted: tuple[Any, ...], key: tuple[Any, ...]
+    ) -> tuple[Quantized, Tensor | None]:
+        """Cast x, or name(x), or the gradient of h from x, that of name(h).
+
+        Args:
+            wanted: the format, and which of data, transposed and column sums.
+            key: all that tells this cast's plan from those of others.
+        """
+        slots, place = self._slots(index, x)
+        if runs_kernels(x):
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._new_plan(x, h, name, slots, place, wanted, key)
+            if plan is not None:
+                return plan(x, h, slots, self.counts)
+        dtype, rowwise, columnwise, column_sums = wanted
+        options = (self.record, self.margin, self.power_of_two, self.counts)
+        return cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options, column_sums)
+
+    def _new_plan(
+        self,
+        x: Tensor,
+        h: Tensor | None,
+        name: str,
+        slots: Tensor,
+        place: int,
+        wanted: tuple[Any, ...],
+        key: tuple[Any, ...],
+    ) -> CastPlan | None:
+        """Keep the plan of a cast, if a kernel takes the tensors as they are."""
+        dtype, rowwise, columnwise, column_sums = wanted
+        options = (self.record, self.margin, self.power_of_two, self.counts)
+        plan = plan_cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options, column_sums)
+        if plan is not None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
 
 class DelayedCasts(_TensorwiseCasts):

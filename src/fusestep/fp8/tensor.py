@@ -280,22 +280,21 @@ def _with_transpose(quantized: Quantized, form: CopyFormat) -> Quantized:
     if form.kind == "microblocks":
         # Blocks along columns are others than those along rows: they are cast from the values that there are.
         made, _ = quantize_blocks(quantized.dequantize(), form.dtype, (1, 32), rowwise=False, columnwise=True)
-        return replace(quantized, transposed=made.transposed, transposed_scale_inv=made.transposed_scale_inv)
+        return quantized._replace(transposed=made.transposed, transposed_scale_inv=made.transposed_scale_inv)
     scales = quantized.scale_inv
     if quantized.block is not None:
         rows, columns = quantized.shape
         scales = unwritten_scales(columns, rows, quantized.block, data.device).fill_(1)
         blocks = -(-rows // 128), -(-columns // 128)
         scales[: blocks[1], : blocks[0]] = quantized.scale_inv[: blocks[0], : blocks[1]].t()
-    return replace(quantized, transposed=transpose_bytes(data), transposed_scale_inv=scales)
+    return quantized._replace(transposed=transpose_bytes(data), transposed_scale_inv=scales)
 
 
 def _mapped(quantized: Quantized, function: Callable[[Tensor], Tensor]) -> Quantized:
     """Another quantised matrix of what a function makes of each tensor; tensors that are one stay one."""
     scale_inv = function(quantized.scale_inv)
     is_one = quantized.transposed_scale_inv is quantized.scale_inv
-    return replace(
-        quantized,
+    return quantized._replace(
         data=None if quantized.data is None else function(quantized.data),
         transposed=None if quantized.transposed is None else function(quantized.transposed),
         scale_inv=scale_inv,

@@ -6,7 +6,7 @@ shape can be multiplied: zeros add nothing to a sum, and what the product has be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ def padded(n: int) -> int:
     return -(-n // PAD) * PAD
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(NamedTuple):
     """A matrix of `shape` = (rows, columns) in FP8; value = byte · scale_inv.
 
     Attributes:

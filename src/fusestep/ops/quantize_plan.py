@@ -1,0 +1,150 @@
+"""A cast to FP8 of which all but the tensors is settled: what it writes, and the launches that write it.
+
+Whoever makes the same cast again and again keeps its plan, and spares the host the checks and the look-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep import dispatch
+from fusestep.ops.activation import base, is_gated
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize
+from fusestep.ops.quantize_ops import _row_stride as row_stride
+from fusestep.ops.quantize_ops import cast_shape, check_quantize
+from fusestep.ops.quantized import Quantized, padded
+
+#: By layouts and options; no more than MOST of them, since shapes may never repeat.
+_plans: dict[tuple[Any, ...], CastPlan] = {}
+MOST = 4096
+
+
+class CastPlan:
+    """Casts tensors of the layouts that it was made for.
+
+    Args:
+        device: of the tensors.
+        shape: rows and columns of what is cast.
+        dtype: FP8.
+        rowwise, columnwise: which of data and transposed are wanted.
+        sums_dtype: of the column sums; None: they are not wanted.
+        launches: as prepare_quantize makes them.
+    """
+
+    __slots__ = (
+        *("_amax", "_as_bytes", "_cast", "_data", "_partials", "_scale_inv", "_sums", "_total", "_transposed"),
+        "shape",
+    )
+
+    def __init__(
+        self,
+        device: torch.device,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
+        launches: QuantizeLaunches,
+    ) -> None:
+        self.shape = rows, columns = shape
+        inside = padded(rows), padded(columns)
+        self._data = _layout(inside, dtype, device) if rowwise else None
+        self._transposed = _layout(inside[::-1], dtype, device) if columnwise else None
+        self._scale_inv = _layout((), torch.float32, device)
+        self._sums = None if sums_dtype is None else _layout((columns,), sums_dtype, device)
+        partials = launches.partials
+        self._partials = None if partials is None else _layout(partials, torch.float32, device)
+        self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
+        self._total: PreparedLaunch | None = launches.total
+
+    def __call__(
+        self, x: Tensor, h: Tensor | None, slots: Tensor, counts: Tensor | None
+    ) -> tuple[Quantized, Tensor | None]:
+        """Cast x, an activation of x, or with h an activation's gradient; return it and the column sums."""
+        empty = torch.empty_like
+        # Memory of their own, since data is often let go before its transpose.
+        data = None if self._data is None else empty(self._data)
+        transposed = None if self._transposed is None else empty(self._transposed)
+        scale_inv = empty(self._scale_inv)
+        sums = None if self._sums is None else empty(self._sums)
+        written: tuple[Any, ...] = (data, transposed)
+        if self._as_bytes:
+            written = tuple(None if made is None else made.view(torch.uint8) for made in written)
+        self._amax(x, h, slots)
+        if self._total is None or self._partials is None:  # no sums, or one tile of rows, whose sums are the whole
+            self._cast(x, h, *written, scale_inv, slots, counts, sums)
+        else:
+            partials = empty(self._partials)
+            self._cast(x, h, *written, scale_inv, slots, counts, partials)
+            self._total(partials, sums, None)
+        return Quantized(self.shape, data, transposed, scale_inv, scale_inv), sums
+
+
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that holds no memory: `torch.empty_like` of it costs the host less than sizes, dtype and device."""
+    layout = torch.empty(shape, dtype=dtype, device=device)
+    layout.untyped_storage().resize_(0)
+    return layout
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether a cast of x launches kernels itself: nothing traces or watches the call, and the device runs them."""
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and dispatch.uses_triton("quantize", x.device)
+    )
+
+
+def plan_cast(
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    record: bool,
+    margin: int,
+    power_of_two: bool,
+    counts: Tensor | None,
+    column_sums: bool,
+) -> CastPlan | None:
+    """The plan of a cast, with the arguments of `run_quantize`, or None where no kernel takes the tensors as they are.
+
+    Raises: UserError, as `quantize`.
+    """
+    check_quantize(
+        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
+        *(record, margin, power_of_two, counts, column_sums),
+    )
+    rows, columns = cast_shape(x, h, activation)
+    x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
+    if rows * columns == 0 or x_stride is None or (h is not None and h_stride is None):
+        return None
+    device = x.device
+    options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, column_sums)
+    key = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
+    plan = _plans.get(key)
+    if plan is None:
+        gated = bool(activation) and is_gated(activation)
+        launches = prepare_quantize(
+            *(device, rows, columns // 2 if gated and h is not None else columns, x_stride, h_stride),
+            *(base(activation) if activation else "", gated, index, dtype),
+            columnwise,
+            record,
+            margin,
+            power_of_two,
+            column_sums,
+        )
+        sums_dtype = torch.float32 if column_sums else None
+        plan = _plans[key] = CastPlan(device, (rows, columns), dtype, rowwise, columnwise, sums_dtype, launches)
+        if len(_plans) > MOST:
+            _plans.pop(next(iter(_plans)))
+    return plan
