@@ -21,7 +21,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.fixture
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles, and fewer programs of the amax pass than tiles."""
-    monkeypatch.setattr(quantize_kernel, "quantize_launch", lambda *_: quantize_kernel.TileLaunch(16, 16, 4))
+    monkeypatch.setattr(quantize_kernel, "quantize_launch", lambda *_: quantize_kernel.TileLaunch(16, 16, 4, 2))
     monkeypatch.setattr(quantize_kernel, "transpose_launch", lambda: quantize_kernel.TileLaunch(16, 16, 4))
     monkeypatch.setattr(quantize_kernel, "amax_launch", lambda _: quantize_kernel.TileLaunch(8, 8, 4))
     monkeypatch.setattr(quantize_kernel, "AMAX_PROGRAMS", 1)
@@ -161,7 +161,7 @@ def test_device_bytes_at_every_launch(
 @given(rows=st.integers(1, 10**6), columns=st.integers(1, 10**6), columnwise=st.booleans(), gradient=st.booleans())
 def test_launches_are_lawful(rows: int, columns: int, columnwise: bool, gradient: bool) -> None:
     for choice in (
-        quantize_kernel.quantize_launch(columnwise, gradient),
+        quantize_kernel.quantize_launch(rows, columns, columnwise, gradient, gradient),
         quantize_kernel.amax_launch(columns),
         quantize_kernel.transpose_launch(),
     ):

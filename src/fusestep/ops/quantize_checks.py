@@ -72,7 +72,7 @@ def compilations() -> Iterator[Compilation]:
         "transpose",
         {"data_ptr": "u8", "transposed_ptr": "u8"},
         {"rows": "i32", "columns": "i32"},
-        {"ROWS": choice.rows, "COLUMNS": choice.columns},
+        {"IN_HARDWARE": True, "ROWS": choice.rows, "COLUMNS": choice.columns},
         choice.warps,
     )
 
@@ -81,7 +81,7 @@ _NUMBERS = {"rows": "i32", "columns": "i32", "x_stride": "i32", "h_stride": "i32
 
 
 def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool) -> Compilation:
-    choice = quantize_kernel.quantize_launch(columnwise, gradient)
+    choice = quantize_kernel.quantize_launch(8192, 4096, columnwise, gradient, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
     constants = {
         "ACTIVATION": activation,
@@ -91,8 +91,10 @@ def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_har
         "RECORD": True,
         "MARGIN": 0,
         "POWER_OF_TWO": False,
+        "IN_WORDS": in_hardware,
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
+        "TILES": choice.tiles,
     }
     pointers = {
         "x_ptr": "bf16",

@@ -1,10 +1,14 @@
 """Kernels of the cast to FP8: the pass that finds an amax, the cast with its transpose, and a transpose of bytes.
 
-A tile of ROWS × COLUMNS values is read once; what comes before the cast (an activation, the gradient of one) is formed
-in fp32 in registers, and bytes leave twice, as they are and transposed. Bytes are transposed as bytes and stored as
-bytes: a compiler fault on Hopper can write foreign bytes where a kernel stores both forms as FP8 (triton#11111).
+A program walks down a strip of columns in tiles. A tile is read once; what comes before the cast (an activation, the
+gradient of one) is formed in fp32 in registers, and bytes leave twice, as they are and transposed. Four rows are taken
+at a time, every fourth of the tile, and their bytes stay in words of four columns: a thread turns 4 × 4 bytes into
+words of four rows with eight instructions, and words cross from thread to thread, not bytes.
 
-What others use of this file: `slot_scale`, `raise_amax_bits` and `fp8_code`, for kernels that cast what they compute.
+Before 13.3 the assembler can write foreign bytes where a pair that one instruction casts is used twice, in a word and
+by itself (triton#11111). So a cast ends in a word here, and only the word is used.
+
+What others use of this file: `slot_scale`, `raise_amax_bits`, `fp8_code`, `fp8_words` and `transposed_words`.
 """
 
 from __future__ import annotations
@@ -80,10 +84,15 @@ def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN is 0x7F."""
     if HARDWARE_CAST:
         # The instruction saturates, infinities too.
-        if E4M3:
-            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            code = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r",
+            [scaled],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
     else:
         SHIFT: tl.constexpr = 20 if E4M3 else 21  # bits of mantissa that are lost
         EXPONENT: tl.constexpr = 121 if E4M3 else 113  # of the smallest normal number, biased as in fp32
@@ -104,10 +113,70 @@ def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def _values(
-    x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION: tl.constexpr, GATED: tl.constexpr
-):
-    """A tile of what is cast, twice over: the gradient of a gated activation has one for each half of h."""
+def fp8_words(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """`fp8_code` of a tile (rows, columns), four columns a word: int32 (rows, columns / 4)."""
+    even, odd = tl.split(tl.reshape(scaled, [scaled.shape[0], scaled.shape[1] // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    if HARDWARE_CAST:
+        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r",
+            [first, second, third, fourth],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = fp8_code(first, E4M3, False).to(tl.int32)
+        words |= fp8_code(second, E4M3, False).to(tl.int32) << 8
+        words |= fp8_code(third, E4M3, False).to(tl.int32) << 16
+        words |= fp8_code(fourth, E4M3, False).to(tl.int32) << 24
+    return words
+
+
+@triton.jit
+def _mixed_words(a, b, SELECTOR: tl.constexpr, IN_HARDWARE: tl.constexpr):
+    """Bytes of a (numbers 0 to 3) and b (4 to 7) by the selector's hexadecimal digits, the last one for byte 0."""
+    if IN_HARDWARE:
+        mixed = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, " + SELECTOR + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif SELECTOR == "0x5140":
+        mixed = (a & 0xFF) | ((b & 0xFF) << 8) | ((a & 0xFF00) << 8) | ((b & 0xFF00) << 16)
+    elif SELECTOR == "0x7362":
+        mixed = ((a >> 16) & 0xFF) | ((b >> 8) & 0xFF00) | ((a >> 8) & 0xFF0000) | (b & ~0xFFFFFF)
+    elif SELECTOR == "0x5410":
+        mixed = (a & 0xFFFF) | (b << 16)
+    else:
+        tl.static_assert(SELECTOR == "0x7632")
+        mixed = ((a >> 16) & 0xFFFF) | (b & ~0xFFFF)
+    return mixed
+
+
+@triton.jit
+def transposed_words(a, b, c, d, IN_HARDWARE: tl.constexpr):
+    """Of a tile's rows 4i, 4i + 1, 4i + 2 and 4i + 3, each (rows / 4, columns / 4) words of four columns, the transpose
+    (columns, rows / 4) in words of four rows."""
+    low = _mixed_words(a, b, "0x5140", IN_HARDWARE)
+    high = _mixed_words(a, b, "0x7362", IN_HARDWARE)
+    low_too = _mixed_words(c, d, "0x5140", IN_HARDWARE)
+    high_too = _mixed_words(c, d, "0x7362", IN_HARDWARE)
+    even = tl.join(
+        _mixed_words(low, low_too, "0x5410", IN_HARDWARE), _mixed_words(high, high_too, "0x5410", IN_HARDWARE)
+    )
+    odd = tl.join(
+        _mixed_words(low, low_too, "0x7632", IN_HARDWARE), _mixed_words(high, high_too, "0x7632", IN_HARDWARE)
+    )
+    return tl.reshape(tl.permute(tl.join(even, odd), [1, 2, 3, 0]), [a.shape[1] * 4, a.shape[0]])
+
+
+@triton.jit
+def _values(x_ptr, h_ptr, row, column, shape, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """What is cast at some rows and columns, twice over: a gated activation's gradient has one for each half of h."""
+    rows, columns, x_stride, h_stride = shape
+    mask = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if h_ptr is None:
         first = x
@@ -157,8 +226,8 @@ def _amax_kernel(
     for tile in tl.range(first_tile, tiles, tl.num_programs(0), num_stages=STAGES):
         row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mask = (row < rows) & (column < columns)
-        first, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
+        shape = (rows, columns, x_stride, h_stride)
+        first, second = _values(x_ptr, h_ptr, row, column, shape, ACTIVATION, GATED)
         bits = tl.maximum(bits, magnitude_bits(first))
         if GATED and h_ptr is not None:
             bits = tl.maximum(bits, magnitude_bits(second))
@@ -166,34 +235,73 @@ def _amax_kernel(
 
 
 @triton.jit
-def _store_bytes(code, data_ptr, row, column, start, width, out_rows, out_columns):
-    """Store a tile as it is: columns up to `width` from column `start` of the output on, padding included."""
-    if data_ptr is not None:
-        bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        mask = (row < out_rows) & (column < width)
-        tl.store(bytes_ptr + row * out_columns + (start + column), code, mask=mask)
+def _count(counts_ptr, index, values, scaled, E4M3: tl.constexpr):
+    """Count what saturates, and what is flushed to zero: from half of the format's smallest value down.
 
-
-@triton.jit
-def _store_transposed(code, transposed_ptr, first_row, first_column, start, width, out_rows):
-    """Store a tile transposed; arguments as of `_store_bytes`."""
-    if transposed_ptr is not None:
-        bytes_ptr = transposed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        row = first_row + tl.arange(0, code.shape[0])[None, :]
-        column = first_column + tl.arange(0, code.shape[1])[:, None]
-        mask = (column < width) & (row < out_rows)
-        tl.store(bytes_ptr + (start + column) * out_rows + row, tl.trans(code), mask=mask)
-
-
-@triton.jit
-def _count(counts_ptr, index, values, scaled, code, E4M3: tl.constexpr):
-    """Count what was saturated, and what was flushed from something to zero."""
-    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
+    Told from the values, not the bytes, whose assembly can take for ever.
+    """
+    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000  # 448 or 57344
+    HALF: tl.constexpr = 0x3A800000 if E4M3 else 0x37000000  # 2^-10 or 2^-17
     bits = magnitude_bits(scaled)
     saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
-    flushed = tl.sum(((magnitude_bits(values) != 0) & ((code & 0x7F) == 0)).to(tl.int32)).to(tl.int64)
+    flushed = tl.sum(((magnitude_bits(values) != 0) & (bits <= HALF)).to(tl.int32)).to(tl.int64)
     tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
     tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
+
+
+@triton.jit
+def _cast_rows(
+    values,
+    scale,
+    data_ptr,
+    counts_ptr,
+    index,
+    row,
+    area,
+    E4M3: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+):
+    """The words of one row in four of a tile, stored as they are.
+
+    `area`: the tile's first column, and where it lies in the output: columns up to `width` from column `start` on.
+    """
+    first_column, start, width, out_rows, out_columns = area
+    scaled = values * scale
+    words = fp8_words(scaled, E4M3, HARDWARE_CAST)
+    if counts_ptr is not None:
+        _count(counts_ptr, index, values, scaled, E4M3)
+    if data_ptr is not None:
+        column = first_column + tl.arange(0, words.shape[1])[None, :] * 4
+        if IN_WORDS:
+            words_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            place = row * (out_columns // 4) + (start // 4 + first_column // 4 + tl.arange(0, words.shape[1])[None, :])
+            tl.store(words_ptr + place, words, mask=(row < out_rows) & (column < width))
+        else:
+            bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * out_columns + start
+            for byte in tl.static_range(4):
+                mask = (row < out_rows) & (column + byte < width)
+                tl.store(bytes_ptr + column + byte, (words >> (8 * byte)).to(tl.uint8), mask=mask)
+    return words
+
+
+@triton.jit
+def _store_transposed(a, b, c, d, transposed_ptr, first_row, area, IN_HARDWARE: tl.constexpr):
+    """Store a tile, as `transposed_words` takes it, transposed."""
+    if transposed_ptr is not None:
+        first_column, start, width, out_rows, _ = area
+        words = transposed_words(a, b, c, d, IN_HARDWARE)
+        words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        column = first_column + tl.arange(0, words.shape[0])[:, None]
+        row = first_row // 4 + tl.arange(0, words.shape[1])[None, :]
+        place = (start + column) * (out_rows // 4) + row
+        tl.store(words_ptr + place, words, mask=(column < width) & (row < out_rows // 4))
+
+
+@triton.jit
+def _largest(magnitudes, values):
+    """The larger of magnitudes and |values|; NaN stays."""
+    return tl.maximum(magnitudes, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["rows", "index"])
@@ -205,7 +313,7 @@ def _quantize_kernel(
     scale_inv_ptr,  # 0-d
     slots_ptr,  # (n, 4)
     counts_ptr,  # (n, 3) or None
-    partials_ptr,  # (tiles of rows, columns of the output) or None
+    partials_ptr,  # (programs down, columns of the output) or None
     rows,
     columns,
     x_stride,
@@ -218,10 +326,12 @@ def _quantize_kernel(
     RECORD: tl.constexpr,
     MARGIN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    IN_WORDS: tl.constexpr,  # whether the second of two halves begins at a word of the output
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """One tile a program, neighbours in a row after one another."""
+    """TILES tiles below one another a program, neighbours in a row after one another."""
     scale = slot_scale(slots_ptr, index, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
     HALVES: tl.constexpr = 2 if GATED and h_ptr is not None else 1
     out_rows = (tl.cast(rows, tl.int64) + 15) // 16 * 16
@@ -236,35 +346,45 @@ def _quantize_kernel(
         tl.store(scale_inv_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
         if counts_ptr is not None:
             tl.atomic_add(counts_ptr + index * 3, rows * sums_width, sem="relaxed")
-    first_row = (program // across).to(tl.int64) * ROWS
     first_column = (program % across) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    mask = (row < rows) & (column < columns)
-    values, second = _values(x_ptr, h_ptr, row, column, mask, columns, x_stride, h_stride, ACTIVATION, GATED)
-    scaled = values * scale
-    code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-    _store_bytes(code, data_ptr, row, column, 0, first_width, out_rows, out_columns)
-    _store_transposed(code, transposed_ptr, first_row, first_column, 0, first_width, out_rows)
-    bits = magnitude_bits(values)
-    if counts_ptr is not None:
-        _count(counts_ptr, index, values, scaled, code, E4M3)
-    if HALVES == 2:
-        scaled = second * scale
-        code = fp8_code(scaled, E4M3, HARDWARE_CAST)
-        _store_bytes(code, data_ptr, row, column, columns, last_width, out_rows, out_columns)
-        _store_transposed(code, transposed_ptr, first_row, first_column, columns, last_width, out_rows)
-        bits = tl.maximum(bits, magnitude_bits(second))
-        if counts_ptr is not None:
-            _count(counts_ptr, index, second, scaled, code, E4M3)
-    if RECORD:
-        raise_amax_bits(slots_ptr, index, bits)
-    if partials_ptr is not None:
-        partials_ptr += (first_row // ROWS) * sums_width
-        column = first_column + tl.arange(0, COLUMNS)
-        tl.store(partials_ptr + column, tl.sum(values, axis=0), mask=column < columns)
+    magnitudes = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
+    second_total = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
+    for tile in tl.range(0, TILES, num_stages=1):
+        first_row = ((program // across).to(tl.int64) * TILES + tile) * ROWS
+        row = first_row + tl.arange(0, ROWS // 4)[:, None] * 4
+        # All is read before anything is stored, since the compiler keeps that order.
+        shape = (rows, columns, x_stride, h_stride)
+        a, a2 = _values(x_ptr, h_ptr, row, column, shape, ACTIVATION, GATED)
+        b, b2 = _values(x_ptr, h_ptr, row + 1, column, shape, ACTIVATION, GATED)
+        c, c2 = _values(x_ptr, h_ptr, row + 2, column, shape, ACTIVATION, GATED)
+        d, d2 = _values(x_ptr, h_ptr, row + 3, column, shape, ACTIVATION, GATED)
+        total += (a + b) + (c + d)
+        magnitudes = _largest(_largest(_largest(_largest(magnitudes, a), b), c), d)
+        area = (first_column, 0, first_width, out_rows, out_columns)
+        a = _cast_rows(a, scale, data_ptr, counts_ptr, index, row, area, E4M3, HARDWARE_CAST, IN_WORDS)
+        b = _cast_rows(b, scale, data_ptr, counts_ptr, index, row + 1, area, E4M3, HARDWARE_CAST, IN_WORDS)
+        c = _cast_rows(c, scale, data_ptr, counts_ptr, index, row + 2, area, E4M3, HARDWARE_CAST, IN_WORDS)
+        d = _cast_rows(d, scale, data_ptr, counts_ptr, index, row + 3, area, E4M3, HARDWARE_CAST, IN_WORDS)
+        _store_transposed(a, b, c, d, transposed_ptr, first_row, area, HARDWARE_CAST)
         if HALVES == 2:
-            tl.store(partials_ptr + columns + column, tl.sum(second, axis=0), mask=column < columns)
+            second_total += (a2 + b2) + (c2 + d2)
+            magnitudes = _largest(_largest(_largest(_largest(magnitudes, a2), b2), c2), d2)
+            area = (first_column, columns, last_width, out_rows, out_columns)
+            a2 = _cast_rows(a2, scale, data_ptr, counts_ptr, index, row, area, E4M3, HARDWARE_CAST, IN_WORDS)
+            b2 = _cast_rows(b2, scale, data_ptr, counts_ptr, index, row + 1, area, E4M3, HARDWARE_CAST, IN_WORDS)
+            c2 = _cast_rows(c2, scale, data_ptr, counts_ptr, index, row + 2, area, E4M3, HARDWARE_CAST, IN_WORDS)
+            d2 = _cast_rows(d2, scale, data_ptr, counts_ptr, index, row + 3, area, E4M3, HARDWARE_CAST, IN_WORDS)
+            _store_transposed(a2, b2, c2, d2, transposed_ptr, first_row, area, HARDWARE_CAST)
+    if RECORD:
+        raise_amax_bits(slots_ptr, index, magnitude_bits(magnitudes))
+    if partials_ptr is not None:
+        partials_ptr += (program // across) * sums_width
+        column = first_column + tl.arange(0, COLUMNS)
+        tl.store(partials_ptr + column, tl.sum(total, axis=0), mask=column < columns)
+        if HALVES == 2:
+            tl.store(partials_ptr + columns + column, tl.sum(second_total, axis=0), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -273,6 +393,7 @@ def _transpose_kernel(
     transposed_ptr,
     rows,
     columns,
+    IN_HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -283,27 +404,38 @@ def _transpose_kernel(
     program = tl.program_id(0)
     first_row = (program // across).to(tl.int64) * ROWS
     first_column = (program % across) * COLUMNS
-    column = first_column + tl.arange(0, COLUMNS)[None, :]
-    bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    code = tl.load(bytes_ptr + row * out_columns + column, mask=(row < out_rows) & (column < out_columns), other=0)
-    _store_transposed(code, transposed_ptr, first_row, first_column, 0, out_columns, out_rows)
+    row = first_row + tl.arange(0, ROWS // 4)[:, None] * 4
+    stride = out_columns // 4
+    column = first_column // 4 + tl.arange(0, COLUMNS // 4)[None, :]
+    mask = (row < out_rows) & (column < stride)
+    words_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + column
+    a = tl.load(words_ptr, mask=mask, other=0)
+    b = tl.load(words_ptr + stride, mask=mask, other=0)
+    c = tl.load(words_ptr + 2 * stride, mask=mask, other=0)
+    d = tl.load(words_ptr + 3 * stride, mask=mask, other=0)
+    area = (first_column, 0, out_columns, out_rows, out_columns)
+    _store_transposed(a, b, c, d, transposed_ptr, first_row, area, IN_HARDWARE)
 
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """How a kernel over tiles of `rows` × `columns` is launched."""
+    """How a kernel over tiles of `rows` × `columns` is launched; a program takes `tiles` of them, one below another."""
 
     rows: int
     columns: int
     warps: int
+    tiles: int = 1
 
 
-def quantize_launch(columnwise: bool, gradient: bool) -> TileLaunch:
-    """The launch of a cast: of what is also stored transposed, and of an activation's gradient."""
-    if not columnwise:
+def quantize_launch(rows: int, columns: int, columnwise: bool, column_sums: bool, gradient: bool) -> TileLaunch:
+    """The launch of a cast of (rows, columns): of what is also stored transposed, and of an activation's gradient."""
+    if not columnwise and not column_sums:
         return TileLaunch(4, 1024, 4)
-    return TileLaunch(64, 64, 4 if not gradient else 8)
+    # Sums of many rows at a time leave few to add up; small matrices need programs for every multiprocessor.
+    tiles = 1
+    while tiles < 8 and rows * columns >= tiles * 64 * 64 * 4096:
+        tiles *= 2
+    return TileLaunch(64, 64, 8 if gradient else 4, tiles)
 
 
 def transpose_launch() -> TileLaunch:
@@ -373,9 +505,9 @@ def prepare_quantize(
         num_warps=finder.warps,
     )
     # Flat tiles would write as many partial sums as the tensor has bytes.
-    choice = quantize_launch(columnwise or column_sums, gradient)
+    choice = quantize_launch(rows, columns, columnwise, column_sums, gradient)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
-    down = -(-padded(rows) // choice.rows)
+    down = -(-padded(rows) // (choice.rows * choice.tiles))
     cast = PreparedLaunch(
         _quantize_kernel,
         (across * down,),
@@ -387,8 +519,10 @@ def prepare_quantize(
         RECORD=record,
         MARGIN=margin,
         POWER_OF_TWO=power_of_two,
+        IN_WORDS=halves == 1 or columns % 4 == 0,
         ROWS=choice.rows,
         COLUMNS=choice.columns,
+        TILES=choice.tiles,
         num_warps=choice.warps,
     )
     as_bytes = not has_fp8_type(device)
@@ -418,6 +552,7 @@ def prepare_transpose(device: torch.device, rows: int, columns: int) -> Prepared
         grid,
         device,
         (rows // PAD, columns // PAD),
+        IN_HARDWARE=has_fp8_cast(device),
         ROWS=choice.rows,
         COLUMNS=choice.columns,
         num_warps=choice.warps,
