@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from fusestep.errors import UserError
@@ -23,6 +24,7 @@ from fusestep.fp8 import (
     fp8_autocast,
 )
 from fusestep.fp8.context import is_enabled
+from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.state import KEYS
 from fusestep.nn import LayerNormLinear, LayerNormMLP, Linear
 
@@ -431,3 +433,48 @@ def test_a_module_that_is_initialised_anew_has_no_scales(make: Callable[..., Any
     module.reset_parameters()
     assert module.fp8_state is None
     step(module, batch(0))
+
+
+def weight_name(module: nn.Module) -> str:
+    return next(name for name, parameter in module.named_parameters() if parameter.dim() == 2)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling()])
+def test_a_weight_that_is_computed_from_others_is_used_as_it_is(make: Callable[..., Any], recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    computed = copy.deepcopy(plain)
+    nn.utils.parametrizations.weight_norm(computed, weight_name(computed))
+    x = batch(0)
+    for module in (plain, computed):
+        with fp8_autocast(recipe=recipe):
+            y = module(x)
+        y.square().mean().backward()
+    # The weight is the same until a step, but for the rounding of its norm.
+    with fp8_autocast(recipe=recipe), torch.no_grad():
+        assert (plain(x) - computed(x)).norm() < 0.01 * plain(x).norm()
+    assert all(parameter.grad is not None for parameter in computed.parameters())
+
+
+def test_a_pruned_weight_is_pruned_in_fp8_too(make: Callable[..., Any]) -> None:
+    module = make()
+    name = weight_name(module)
+    prune.random_unstructured(module, name, 0.5)
+    step(module, batch(0))
+    with fp8_autocast(recipe=RECIPE):
+        module(batch(1)).sum().backward()
+    gradient = getattr(module, name + "_orig").grad
+    assert 0.4 < float((gradient == 0).float().mean()) < 0.6
+
+
+def test_a_replica_runs_as_its_module(make: Callable[..., Any]) -> None:
+    """What nn.DataParallel makes: plain tensors stand where parameters were."""
+    module = make()
+    replica = module._replicate_for_data_parallel()
+    for name, parameter in module.named_parameters():
+        setattr(replica, name, parameter.clone())
+    x = batch(0)
+    with fp8_autocast(recipe=Float8CurrentScaling()):
+        assert torch.equal(replica(x), module(x))
+        replica(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -82,6 +82,16 @@ class FP8Module(nn.Module):
         """A weight of the module, which tells its device."""
         raise NotImplementedError
 
+    def _parameter(self, name: str) -> Any:
+        """A parameter, or what stands in its place under a parametrization, pruning or in a replica.
+
+        Straight from the dictionary where it is there: nn.Module's own way costs the host several times as much.
+        """
+        try:
+            return self._parameters[name]
+        except KeyError:
+            return getattr(self, name)
+
     def _described(self) -> str:
         """The layer in an error message: its class and sizes, and its name if it has one."""
         return f"{type(self).__name__}({self.extra_repr()})"
@@ -207,7 +217,8 @@ class FP8Module(nn.Module):
                 return quantized
         if not grad:
             return casts.weight(weight, index, columnwise=False)
-        if len(sources) == 1 and not is_counting():  # what the optimizer casts is not counted
+        # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
+        if len(sources) == 1 and sources[0].is_leaf and not is_counting():
             copies = self._copies_of(sources[0], index, casts)
             if copies.is_current(sources[0]) and copies.quantized is not None:
                 return copies.quantized

@@ -52,10 +52,9 @@ class NormedModule(FP8Module):
 
     def _norm_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight that rows are multiplied by, and the bias."""
-        parameters: dict[str, Any] = self._parameters
-        weight = parameters["layer_norm_weight"]
+        weight = self._parameter("layer_norm_weight")
         # In fp32: bf16 holds a small difference from 1, but not 1 and that difference.
-        return weight.float() + 1.0 if self.zero_centered_gamma else weight, parameters["layer_norm_bias"]
+        return weight.float() + 1.0 if self.zero_centered_gamma else weight, self._parameter("layer_norm_bias")
 
     def _normalised(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(norm, x + residual or None) in high precision."""

@@ -134,7 +134,6 @@ class LayerNormMLP(NormedModule):
         if region is None or not region.enabled or not x.numel():
             y, total, normed = self._in_high_precision(x, residual, region)
         else:
-            parameters: dict[str, Any] = self._parameters
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
             settings = (self.eps, self.centred, self.activation, self.return_layernorm_output)
@@ -142,10 +141,10 @@ class LayerNormMLP(NormedModule):
                 x,
                 residual,
                 *self._norm_parameters(),
-                parameters["fc1_weight"],
-                parameters["fc1_bias"],
-                parameters["fc2_weight"],
-                None if self.return_bias else parameters["fc2_bias"],
+                self._parameter("fc1_weight"),
+                self._parameter("fc1_bias"),
+                self._parameter("fc2_weight"),
+                None if self.return_bias else self._parameter("fc2_bias"),
                 (self, casts, grad, is_first_microbatch, settings),
             )
             y, total, normed = sorted_out(result, residual is not None, self.return_layernorm_output)
@@ -175,8 +174,7 @@ class LayerNormMLP(NormedModule):
         return y, total, normed
 
     def _first_weight(self) -> Tensor:
-        parameters: dict[str, Any] = self._parameters
-        weight: Tensor = parameters["fc1_weight"]
+        weight: Tensor = self._parameter("fc1_weight")
         return weight
 
     def implementation(self) -> Choice:

@@ -136,7 +136,7 @@ class Linear(FP8Module):
         outputs: list[Tensor] = []
         biases: list[Any] = []
         for part in self.parts:
-            weight, bias = self._parameters[part + "weight"], self._parameters[part + "bias"]
+            weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = None if self.return_bias else bias
             outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
             biases.append(bias)
@@ -144,18 +144,16 @@ class Linear(FP8Module):
 
     def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """The weight, the parameters it is made of, and the bias."""
-        parameters: dict[str, Any] = self._parameters
         if len(self.parts) == 1:
             (part,) = self.parts
-            weight = parameters[part + "weight"]
-            return weight, (weight,), parameters[part + "bias"]
-        sources = tuple(parameters[part + "weight"] for part in self.parts)
-        bias = torch.cat([parameters[part + "bias"] for part in self.parts]) if self.has_bias else None
+            weight = self._parameter(part + "weight")
+            return weight, (weight,), self._parameter(part + "bias")
+        sources = tuple([self._parameter(part + "weight") for part in self.parts])
+        bias = torch.cat([self._parameter(part + "bias") for part in self.parts]) if self.has_bias else None
         return torch.cat(sources), sources, bias
 
     def _first_weight(self) -> Tensor:
-        parameters: dict[str, Any] = self._parameters
-        weight: Tensor = parameters[next(iter(self.parts)) + "weight"]
+        weight: Tensor = self._parameter(next(iter(self.parts)) + "weight")
         return weight
 
     def implementation(self) -> Choice:
