@@ -1,9 +1,8 @@
 """The kernel of block scaling: x is read once, both forms are written; the formulas stand in block_scaling.py.
 
-A program works on a tile of 128 × 128, which has whole blocks in both directions, in PACK passes over every PACK-th
-row: PACK bytes that follow one another in the transpose then meet in one word of one thread, and words are transposed
-instead of bytes. The columns' scales are known when all rows have been seen; the tile is then loaded again, from the
-cache, which is cheaper than the registers that would hold it.
+A program works on a tile of 128 × 128, which has whole blocks in both directions, HEIGHT rows at a time. The columns'
+scales are known when all rows have been seen; the tile is then loaded again, from the cache, which is cheaper than the
+registers that would hold it.
 
 Largest magnitudes are maxima of the bits of |x| as integers: there NaN is above infinity, and no maximum can lose it.
 Data are handled as bytes from the cast on: a compiler for Hopper was seen to write foreign bytes where a kernel stores
@@ -25,8 +24,8 @@ _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
 
 TILE = 128
 
-#: Rows whose bytes are transposed as one word.
-PACK = 4
+#: Rows that are worked on at once: a column's block of MXFP8.
+HEIGHT = tl.constexpr(32)
 
 WARPS = 8
 
@@ -63,21 +62,26 @@ def _microscale(amax_bits, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, part, top, left, rows, columns, row_stride, PACK: tl.constexpr):
-    """Every PACK-th row of a tile from row `part` on, in fp32, zero beyond the matrix."""
-    row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
+def _load(x_ptr, top, left, rows, columns, row_stride):
+    """HEIGHT rows of a tile in fp32, zero beyond the matrix."""
+    row = top + tl.arange(0, HEIGHT)[:, None]
     column = left + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row * row_stride + column, mask=(row < rows) & (column < columns), other=0.0)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK: tl.constexpr):
-    """Store the bytes of what `_load` gave."""
-    row = top + part + tl.arange(0, 128 // PACK)[:, None] * PACK
-    column = left + tl.arange(0, 128)[None, :]
+def _store(code, data_ptr, top, left, padded_rows, padded_columns, IS_TRANSPOSED: tl.constexpr):
+    """Store the bytes of what `_load` gave, as they stand or transposed."""
+    row = top + tl.arange(0, HEIGHT)
+    column = left + tl.arange(0, 128)
     bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    tl.store(bytes_ptr + row * padded_columns + column, code, mask=(row < padded_rows) & (column < padded_columns))
+    if IS_TRANSPOSED:
+        mask = (column < padded_columns)[:, None] & (row < padded_rows)[None, :]
+        tl.store(bytes_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(code), mask=mask)
+    else:
+        mask = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
+        tl.store(bytes_ptr + row[:, None] * padded_columns + column[None, :], code, mask=mask)
 
 
 @triton.jit
@@ -95,7 +99,7 @@ def quantize_blocks_kernel(
     x_ptr,  # rows of `columns`, row_stride apart
     data_ptr,  # FP8 (padded_rows, padded_columns), or None
     scales_ptr,  # of data, in the layout of block_scaling.py
-    transposed_ptr,  # FP8 (padded_columns, padded_rows), or None; stored in words of PACK bytes
+    transposed_ptr,  # FP8 (padded_columns, padded_rows), or None
     transposed_scales_ptr,
     sums_ptr,  # fp32 (row tiles, columns), sums over the tiles' rows, or None
     rows,
@@ -109,10 +113,8 @@ def quantize_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     SQUARE: tl.constexpr,  # blocks of 128 × 128, else of 1 × WIDTH
     WIDTH: tl.constexpr,
-    PACK: tl.constexpr,
 ):
     PARTS: tl.constexpr = 128 // WIDTH  # blocks across a tile
-    HEIGHT: tl.constexpr = 128 // PACK  # rows that are worked on at once
     column_tiles = (padded_columns - 1) // 128 + 1
     row_tiles = (padded_rows - 1) // 128 + 1
     program = tl.program_id(0)
@@ -121,8 +123,8 @@ def quantize_blocks_kernel(
 
     total = tl.zeros([HEIGHT, 128], tl.float32)
     column_bits = tl.zeros([HEIGHT, 128], tl.int32)
-    for part in tl.static_range(PACK):
-        x = _load(x_ptr, part, top, left, rows, columns, row_stride, PACK)
+    for start in tl.static_range(0, 128, HEIGHT):
+        x = _load(x_ptr, top + start, left, rows, columns, row_stride)
         total += x
         bits = magnitude_bits(x)
         column_bits = tl.maximum(column_bits, bits)
@@ -134,8 +136,8 @@ def quantize_blocks_kernel(
                 scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
             scale = tl.reshape(tl.broadcast_to(scale, [HEIGHT, PARTS, WIDTH]), [HEIGHT, 128])
             code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
-            _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
-            row = top + part + tl.arange(0, HEIGHT)[:, None, None] * PACK
+            _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
+            row = top + start + tl.arange(0, HEIGHT)[:, None, None]
             block = column_tile * PARTS + tl.arange(0, PARTS)[None, :, None]
             tl.store(
                 scales_ptr + block * padded_rows + row, stored, mask=(row < padded_rows) & (block * WIDTH < columns)
@@ -145,6 +147,7 @@ def quantize_blocks_kernel(
         tl.store(sums_ptr + row_tile * columns + column, tl.sum(total, axis=0), mask=column < columns)
 
     if SQUARE or transposed_ptr is not None:
+        place = left + tl.arange(0, 128)[None, :]
         if SQUARE:
             amax = tl.max(tl.max(column_bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
             scale, scale_inv = _scale(amax, LARGEST, POWER_OF_TWO)
@@ -152,30 +155,21 @@ def quantize_blocks_kernel(
                 _store_square_scale(scale_inv, scales_ptr, row_tile, column_tile, column_tiles)
             if transposed_ptr is not None:
                 _store_square_scale(scale_inv, transposed_scales_ptr, column_tile, row_tile, row_tiles)
-        else:
-            amax = tl.max(tl.reshape(column_bits, [PARTS, HEIGHT // PARTS, 128]), axis=1, keep_dims=True)
+        elif WIDTH == 128:
+            scale, stored = _scale(tl.max(column_bits, axis=0, keep_dims=True), LARGEST, POWER_OF_TWO)
+            tl.store(transposed_scales_ptr + row_tile * padded_columns + place, stored, mask=place < padded_columns)
+        for start in tl.static_range(0, 128, HEIGHT):
+            x = _load(x_ptr, top + start, left, rows, columns, row_stride)
             if WIDTH == 32:
-                scale, stored = _microscale(amax, LARGEST)
-            else:
-                scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
-            scale = tl.reshape(tl.broadcast_to(scale, [PARTS, HEIGHT // PARTS, 128]), [HEIGHT, 128])
-            block = row_tile * PARTS + tl.arange(0, PARTS)[:, None, None]
-            place = left + tl.arange(0, 128)[None, None, :]
-            there = (place < padded_columns) & (block * WIDTH < rows)
-            tl.store(transposed_scales_ptr + block * padded_columns + place, stored, mask=there)
-        packed = tl.zeros([HEIGHT, 128], tl.int32)
-        for part in tl.static_range(PACK):
-            x = _load(x_ptr, part, top, left, rows, columns, row_stride, PACK)
+                scale, stored = _microscale(tl.max(magnitude_bits(x), axis=0, keep_dims=True), LARGEST)
+                block = (top + start) // WIDTH
+                end = tl.where(top + start < rows, padded_columns, 0)
+                tl.store(transposed_scales_ptr + block * padded_columns + place, stored, mask=place < end)
             code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
             if data_ptr is not None and SQUARE:
-                _store_rows(code, data_ptr, part, top, left, padded_rows, padded_columns, PACK)
-            packed |= code.to(tl.int32) << (8 * part)
-        if transposed_ptr is not None:
-            words = padded_rows // PACK
-            word = row_tile * HEIGHT + tl.arange(0, HEIGHT)
-            mask = (column < padded_columns)[:, None] & (word < words)[None, :]
-            words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.store(words_ptr + column[:, None] * words + word[None, :], tl.trans(packed), mask=mask)
+                _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
+            if transposed_ptr is not None:
+                _store(code, transposed_ptr, top + start, left, padded_rows, padded_columns, True)
 
 
 def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
@@ -187,7 +181,6 @@ def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, ha
         "POWER_OF_TWO": power_of_two,
         "SQUARE": block[0] != 1,
         "WIDTH": block[1],
-        "PACK": PACK,
         "num_warps": WARPS,
     }
 
