@@ -108,13 +108,23 @@ class Casts:
         raise NotImplementedError
 
     def gradient(
-        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
     ) -> tuple[Quantized, Tensor | None]:
-        """Cast a gradient (rows, columns); with `column_sums` also its sums over rows, (columns,) fp32, uncast."""
+        """Cast a gradient (rows, columns); with `sums_dtype` also its sums over rows, (columns,), uncast.
+
+        They are formed in fp32 and rounded once.
+        """
         raise NotImplementedError
 
     def activation_gradient(
-        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+        self,
+        da: Tensor,
+        h: Tensor,
+        name: str,
+        index: int,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
         """Cast the gradient of h, from that of name(h)."""
         raise NotImplementedError
@@ -137,11 +147,11 @@ class _TensorwiseCasts(Casts):
         raise NotImplementedError
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
-        wanted = (self.forward_dtype, True, columnwise, False)
+        wanted = (self.forward_dtype, True, columnwise, None)
         return self._cast(x, None, "", index, wanted, (index, wanted, x.shape, x.stride(), x.dtype, x.device))[0]
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
-        wanted = (self.forward_dtype, True, columnwise, False)
+        wanted = (self.forward_dtype, True, columnwise, None)
         return self._cast(h, None, name, index, wanted, (index, wanted, h.shape, h.stride(), h.dtype, h.device, name))[
             0
         ]
@@ -174,15 +184,22 @@ class _TensorwiseCasts(Casts):
         return Normed(quantized, total, statistics, output)
 
     def gradient(
-        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
     ) -> tuple[Quantized, Tensor | None]:
-        wanted = (self.backward_dtype, rowwise, columnwise, column_sums)
+        wanted = (self.backward_dtype, rowwise, columnwise, sums_dtype)
         return self._cast(dy, None, "", index, wanted, (index, wanted, dy.shape, dy.stride(), dy.dtype, dy.device))
 
     def activation_gradient(
-        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+        self,
+        da: Tensor,
+        h: Tensor,
+        name: str,
+        index: int,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
-        wanted = (self.backward_dtype, rowwise, columnwise, column_sums)
+        wanted = (self.backward_dtype, rowwise, columnwise, sums_dtype)
         layouts = (da.shape, da.stride(), da.dtype, da.device, h.shape, h.stride(), h.dtype)
         return self._cast(da, h, name, index, wanted, (index, wanted, layouts, name))
 
@@ -192,7 +209,7 @@ class _TensorwiseCasts(Casts):
         """Cast x, or name(x), or the gradient of h from x, that of name(h).
 
         Args:
-            wanted: the format, and which of data, transposed and column sums.
+            wanted: the format, which of data and transposed, and the dtype of column sums, None for none.
             key: all that tells this cast's plan from those of others.
         """
         slots, place = self._slots(index, x)
@@ -202,9 +219,10 @@ class _TensorwiseCasts(Casts):
                 plan = self._new_plan(x, h, name, slots, place, wanted, key)
             if plan is not None:
                 return plan(x, h, slots, self.counts)
-        dtype, rowwise, columnwise, column_sums = wanted
-        options = (self.record, self.margin, self.power_of_two, self.counts)
-        return cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options, column_sums)
+        dtype, rowwise, columnwise, sums_dtype = wanted
+        options = (self.record, self.margin, self.power_of_two, self.counts, sums_dtype is not None)
+        quantized, sums = cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options)
+        return quantized, None if sums is None else sums.to(sums_dtype)
 
     def _new_plan(
         self,
@@ -217,9 +235,9 @@ class _TensorwiseCasts(Casts):
         key: tuple[Any, ...],
     ) -> CastPlan | None:
         """Keep the plan of a cast, if a kernel takes the tensors as they are."""
-        dtype, rowwise, columnwise, column_sums = wanted
-        options = (self.record, self.margin, self.power_of_two, self.counts)
-        plan = plan_cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options, column_sums)
+        dtype, rowwise, columnwise, sums_dtype = wanted
+        options = (self.record, self.margin, self.power_of_two, self.counts, sums_dtype)
+        plan = plan_cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options)
         if plan is not None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
@@ -273,17 +291,18 @@ class BlockCasts(Casts):
         block: tuple[int, int],
         rowwise: bool,
         columnwise: bool,
-        column_sums: bool = False,
+        sums_dtype: torch.dtype | None = None,
     ) -> tuple[Quantized, Tensor | None]:
-        return quantize_blocks(
+        quantized, sums = quantize_blocks(
             x,
             dtype,
             block,
             rowwise=rowwise,
             columnwise=columnwise,
             power_of_two=self.power_of_two,
-            column_sums=column_sums,
+            column_sums=sums_dtype is not None,
         )
+        return quantized, None if sums is None else sums.to(sums_dtype)
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
         return self._cast(x, self.forward_dtype, self.block, True, columnwise)[0]
@@ -322,15 +341,22 @@ class BlockCasts(Casts):
         index: int,  # noqa: ARG002
         rowwise: bool,
         columnwise: bool,
-        column_sums: bool,
+        sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
-        return self._cast(dy, self.backward_dtype, self.block, rowwise, columnwise, column_sums)
+        return self._cast(dy, self.backward_dtype, self.block, rowwise, columnwise, sums_dtype)
 
     def activation_gradient(
-        self, da: Tensor, h: Tensor, name: str, index: int, rowwise: bool, columnwise: bool, column_sums: bool
+        self,
+        da: Tensor,
+        h: Tensor,
+        name: str,
+        index: int,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
         dh = activation_backward_reference(da, h, name).to(da.dtype)
-        return self.gradient(dh, index, rowwise, columnwise, column_sums)
+        return self.gradient(dh, index, rowwise, columnwise, sums_dtype)
 
 
 def stateless_casts(recipe: Recipe) -> Casts:

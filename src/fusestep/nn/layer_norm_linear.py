@@ -156,7 +156,7 @@ class _LayerNormLinear(torch.autograd.Function):
         call: tuple[Any, ...],
     ) -> Any:
         module, casts, sources, grad, first, (eps, centred, keep_output) = call
-        *norm_needed, weight_needed, _, _ = ctx.needs_input_grad
+        *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         through = grad and any(norm_needed)
         dtype = activation_dtype(x)
         norm = Norm(norm_weight, norm_bias, eps, centred)
@@ -177,7 +177,7 @@ class _LayerNormLinear(torch.autograd.Function):
             )
             ctx.casts, ctx.centred, ctx.is_transposed = casts, centred, quantized.transposed is not None
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype, weight.dtype
-            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.sums_dtype = bias.dtype if bias is not None and bias_needed else None
         ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
         return present(shaped(y, x), normed.total, normed.output)
 
@@ -194,7 +194,7 @@ class _LayerNormLinear(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, statistics, norm_weight, norm_bias, kept, scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
-        *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        *norm_needed, weight_needed, _, _ = ctx.needs_input_grad
         dtype, x_dtype, residual_dtype, weight_dtype = ctx.dtypes
         casts: Casts = ctx.casts
         dn = dweight = dbias = None
@@ -203,16 +203,14 @@ class _LayerNormLinear(torch.autograd.Function):
             rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
             width = x.shape[-1]
             if through or weight_needed:
-                q, dbias = casts.gradient(rows, GRADIENT, through, weight_needed, bias_needed)
+                q, dbias = casts.gradient(rows, GRADIENT, through, weight_needed, ctx.sums_dtype)
                 if through:
                     dn = input_gradient(casts, q, weight_transposed, weight_scale_inv, width, dtype).view(x.shape)
                 if weight_needed:
                     transposed = kept if ctx.is_transposed else transpose_bytes(kept)
                     dweight = weight_gradient(casts, q, transposed, scale_inv, width, weight_dtype)
-            elif bias_needed:
-                dbias = rows.sum(0, dtype=torch.float32)
-            if dbias is not None and dbias.dtype is not ctx.bias_dtype:
-                dbias = dbias.to(ctx.bias_dtype)
+            elif ctx.sums_dtype is not None:
+                dbias = rows.sum(0, dtype=torch.float32).to(ctx.sums_dtype)
         gradients = norm_gradients(
             dn,
             dtotal,

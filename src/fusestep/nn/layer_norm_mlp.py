@@ -210,7 +210,7 @@ class _LayerNormMLP(torch.autograd.Function):
         call: tuple[Any, ...],
     ) -> Any:
         module, casts, grad, first, (eps, centred, activation, keep_output) = call
-        *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, _, _ = ctx.needs_input_grad
+        *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, fc2_bias_needed, _ = ctx.needs_input_grad
         through_fc1 = grad and any(norm_needed)
         through_fc2 = through_fc1 or (grad and (fc1_needed or fc1_bias_needed))
         dtype = activation_dtype(x)
@@ -241,9 +241,11 @@ class _LayerNormMLP(torch.autograd.Function):
             ctx.casts, ctx.centred, ctx.activation = casts, centred, activation
             ctx.is_transposed, ctx.ffn = n.transposed is not None, fc2_weight.shape[1]
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype
-            ctx.parameter_dtypes = [
-                None if p is None else p.dtype for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-            ]
+            ctx.weight_dtypes = fc1_weight.dtype, fc2_weight.dtype
+            ctx.sums_dtypes = (
+                fc1_bias.dtype if fc1_bias is not None and fc1_bias_needed else None,
+                fc2_bias.dtype if fc2_bias is not None and fc2_bias_needed else None,
+            )
         ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
         return present(shaped(y, x), normed.total, normed.output)
 
@@ -261,26 +263,27 @@ class _LayerNormMLP(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, statistics, norm_weight, norm_bias, n, n_scale_inv, *operands = ctx.saved_tensors
         w1, w1_scale_inv, h, a, a_scale_inv, w2, w2_scale_inv = operands
-        *norm_needed, fc1_needed, fc1_bias_needed, fc2_needed, fc2_bias_needed, _ = ctx.needs_input_grad
+        *norm_needed, fc1_needed, _, fc2_needed, _, _ = ctx.needs_input_grad
+        fc1_sums_dtype, fc2_sums_dtype = ctx.sums_dtypes
         through_fc1 = any(norm_needed)
-        through_fc2 = through_fc1 or fc1_needed or fc1_bias_needed
+        through_fc2 = through_fc1 or fc1_needed or fc1_sums_dtype is not None
         dtype, x_dtype, residual_dtype = ctx.dtypes
-        fc1_dtype, fc1_bias_dtype, fc2_dtype, fc2_bias_dtype = ctx.parameter_dtypes
+        fc1_dtype, fc2_dtype = ctx.weight_dtypes
         casts: Casts = ctx.casts
         dn = dfc1 = dfc1_bias = dfc2 = dfc2_bias = None
         if dy is not None:
             rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
             if through_fc2 or fc2_needed:
-                q, dfc2_bias = casts.gradient(rows, FC2_GRADIENT, through_fc2, fc2_needed, fc2_bias_needed)
+                q, dfc2_bias = casts.gradient(rows, FC2_GRADIENT, through_fc2, fc2_needed, fc2_sums_dtype)
                 if fc2_needed:
                     dfc2 = weight_gradient(casts, q, a, a_scale_inv, ctx.ffn, fc2_dtype)
-            elif fc2_bias_needed:
-                dfc2_bias = rows.sum(0, dtype=torch.float32)
+            elif fc2_sums_dtype is not None:
+                dfc2_bias = rows.sum(0, dtype=torch.float32).to(fc2_sums_dtype)
             if through_fc2:
                 da = input_gradient(casts, q, w2, w2_scale_inv, ctx.ffn, dtype)
                 rowwise = through_fc1 or not fc1_needed  # for the bias alone there is no product, but one cast
                 dh, dfc1_bias = casts.activation_gradient(
-                    da, h, ctx.activation, FC1_GRADIENT, rowwise, fc1_needed, fc1_bias_needed
+                    da, h, ctx.activation, FC1_GRADIENT, rowwise, fc1_needed, fc1_sums_dtype
                 )
                 del da
                 if through_fc1:
@@ -288,10 +291,6 @@ class _LayerNormMLP(torch.autograd.Function):
                 if fc1_needed:
                     transposed = n if ctx.is_transposed else transpose_bytes(n)
                     dfc1 = weight_gradient(casts, dh, transposed, n_scale_inv, x.shape[-1], fc1_dtype)
-            if dfc1_bias is not None and dfc1_bias.dtype is not fc1_bias_dtype:
-                dfc1_bias = dfc1_bias.to(fc1_bias_dtype)
-            if dfc2_bias is not None and dfc2_bias.dtype is not fc2_bias_dtype:
-                dfc2_bias = dfc2_bias.to(fc2_bias_dtype)
         gradients = norm_gradients(
             dn,
             dtotal,

@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
         module, casts, sources, grad, first = call
-        x_needed, weight_needed, _, _ = ctx.needs_input_grad
+        x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         features = x.shape[-1]
         rows = x if x.dim() == 2 else x.reshape(-1, features)
         quantized_x = casts.input(rows, INPUT, columnwise=grad and weight_needed)
@@ -186,7 +186,7 @@ class _Linear(torch.autograd.Function):
                 quantized_weight.transposed_scale_inv if x_needed else None,
             )
             ctx.casts, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = casts, x.shape, x.dtype, weight.dtype
-            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.sums_dtype = bias.dtype if bias is not None and bias_needed else None
         return shaped(y, x)
 
     @staticmethod
@@ -198,22 +198,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
-        x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        x_needed, weight_needed, _, _ = ctx.needs_input_grad
         casts: Casts = ctx.casts
         rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if x_needed or weight_needed:
-            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, bias_needed)
+            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, ctx.sums_dtype)
             features = ctx.x_shape[-1]
             if x_needed:
                 dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, ctx.x_dtype)
                 dx = dx if dy.dim() == 2 else dx.view(ctx.x_shape)
             if weight_needed:
                 dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, ctx.weight_dtype)
-        elif bias_needed:
-            dbias = rows.sum(0, dtype=torch.float32)
-        if dbias is not None and dbias.dtype is not ctx.bias_dtype:
-            dbias = dbias.to(ctx.bias_dtype)
+        elif ctx.sums_dtype is not None:
+            dbias = rows.sum(0, dtype=torch.float32).to(ctx.sums_dtype)
         return dx, dweight, dbias, None
 
 

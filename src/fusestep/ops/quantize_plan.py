@@ -114,22 +114,24 @@ def plan_cast(
     margin: int,
     power_of_two: bool,
     counts: Tensor | None,
-    column_sums: bool,
+    sums_dtype: torch.dtype | None,
 ) -> CastPlan | None:
-    """The plan of a cast, with the arguments of `run_quantize`, or None where no kernel takes the tensors as they are.
+    """The plan of a cast, or None where no kernel takes the tensors as they are.
+
+    Args: those of `run_quantize`; sums_dtype: of the column sums, None where they are not wanted.
 
     Raises: UserError, as `quantize`.
     """
     check_quantize(
         *(x, h, activation, slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, column_sums),
+        *(record, margin, power_of_two, counts, sums_dtype is not None),
     )
     rows, columns = cast_shape(x, h, activation)
     x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
     if rows * columns == 0 or x_stride is None or (h is not None and h_stride is None):
         return None
     device = x.device
-    options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, column_sums)
+    options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, sums_dtype)
     key = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
     plan = _plans.get(key)
     if plan is None:
@@ -141,9 +143,8 @@ def plan_cast(
             record,
             margin,
             power_of_two,
-            column_sums,
+            sums_dtype is not None,
         )
-        sums_dtype = torch.float32 if column_sums else None
         plan = _plans[key] = CastPlan(device, (rows, columns), dtype, rowwise, columnwise, sums_dtype, launches)
         if len(_plans) > MOST:
             _plans.pop(next(iter(_plans)))
