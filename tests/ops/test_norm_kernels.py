@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide kernels from 9 columns on, and fewer programs than tiles, so that every loop goes round."""
 
-    def forward(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
+    def forward(width: int, multiprocessors: int, centred: bool) -> norm_forward.ForwardLaunch:
         if width > 8:
             return norm_forward.ForwardLaunch(8, 1, None, 1)
         return norm_forward.ForwardLaunch(8, 2, 2, 1, 2, reload=False)
@@ -214,11 +214,12 @@ def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, c
     assert choice.rows & (choice.rows - 1) == choice.block & (choice.block - 1) == 0
 
 
-@given(width=st.integers(1, 200000), multiprocessors=st.sampled_from([4, 46, 108, 132, 170]))
+@given(width=st.integers(1, 200000), multiprocessors=st.sampled_from([4, 46, 108, 132, 170]), centred=st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_forward_launch_is_lawful(width: int, multiprocessors: int) -> None:
-    choice = norm_forward.forward_launch(width, multiprocessors)
-    assert choice.block >= width or (width > norm_forward.WIDEST_ROW and choice.rows == 1)
+def test_forward_launch_is_lawful(width: int, multiprocessors: int, centred: bool) -> None:
+    choice = norm_forward.forward_launch(width, multiprocessors, centred)
+    assert choice.block >= width or choice == norm_forward.WIDE_LAUNCH
+    assert choice.block >= width or width > 1024
     assert choice.rows * choice.block <= 32768
     assert 1 <= choice.warps <= 32
 

@@ -26,7 +26,7 @@ SCALE, AMAX = 0, 1
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide kernels from 33 columns on, and fewer programs than tiles, so that every loop goes round."""
 
-    def forward(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
+    def forward(width: int, multiprocessors: int, centred: bool) -> norm_forward.ForwardLaunch:
         if width > 32:
             return norm_forward.ForwardLaunch(64, 1, None, 1)
         return norm_forward.ForwardLaunch(32, 2, 3, 1, 2, reload=False)

@@ -24,15 +24,16 @@ def compilations(centred: bool) -> Iterator[Compilation]:
 def _forward(centred: bool) -> Iterator[Compilation]:
     """Every kernel at every launch choice; for the wider blocks also fp32 rows with a residual."""
     for width in COMPILED_WIDTHS:
-        choice = norm_forward.forward_launch(width, MULTIPROCESSORS)
+        choice = norm_forward.forward_launch(width, MULTIPROCESSORS, centred)
         variants = [("bf16", False), ("fp32", True)]
         for element, has_residual in variants if width > 512 else variants[:1]:
             statistics = (2 if element == "bf16" else 3) if centred else 1
-            constexprs: dict[str, Any] = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": statistics}
+            constexprs: dict[str, Any] = {"WIDTH": width, "BLOCK": choice.block, "STAGES": choice.stages}
+            constexprs["STATISTICS"] = statistics
             kernel = norm_forward._norm_forward_wide_kernel
             if choice.block >= width:
                 kernel = norm_forward._norm_forward_kernel
-                constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
+                constexprs |= {"ROWS": choice.rows, "RELOAD": choice.reload}
             pointers = {
                 "x_ptr": element,
                 "residual_ptr": element if has_residual else None,

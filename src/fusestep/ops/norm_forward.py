@@ -7,14 +7,19 @@ A row of N values is normalised in fp32 and rounded once:
 with mean = 0 for RMSNorm. Given a residual, x is first replaced by x + residual, rounded to its own dtype and stored,
 so that backward starts from the very numbers that were normalised.
 
-The variance is two-pass. The mean of fp32 and fp16 rows is found relative to the row's first element, and what its
-rounding to fp32 loses is kept beside it: a row far from zero (1e6 + noise) loses no digits, and a constant row is
-centred to exact zeros. A bf16 row needs neither: its sum of at most 32768 equal values is exact, and neighbouring bf16
-values are far further apart than an fp32 mean is wrong.
+The variance of a row that fits in registers is two-pass. A wider row is read once for its statistics, by Welford's
+recurrence in each lane, and the lanes' means and squares are combined two-pass. The mean of fp32 and fp16 rows, and of
+every wide row, is found relative to the row's first element, and what its rounding to fp32 loses is kept beside it: a
+row far from zero (1e6 + noise) loses no digits, and a constant row is centred to exact zeros. Other bf16 rows need
+neither: a sum of at most 32768 equal values is exact, and neighbouring bf16 values are far further apart than an fp32
+mean is wrong.
 
 Statistics are fp32, (rows, STATISTICS): rstd, and for LayerNorm the mean, and what the mean's rounding lost if kept.
 
 Where the squares of a row overflow fp32 (magnitudes above about 1e19), rstd is 0 and y is the bias.
+
+Sources: Welford 1962, "Note on a method for calculating corrected sums of squares and products"; Chan, Golub and
+LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
 from __future__ import annotations
@@ -149,30 +154,43 @@ def _norm_forward_kernel(
 
 @triton.jit
 def row_statistics(
-    x_ptr, residual_ptr, sum_ptr, is_row, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    is_row,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
-    """Mean, what its rounding lost, and rstd of one row, found in blocks of columns; pointers are to the row."""
+    """Mean, what its rounding lost, and rstd of one row, read once in blocks of columns; pointers are to the row."""
     columns = tl.arange(0, BLOCK)
     mean = 0.0
     mean_low = 0.0
+    squares = tl.zeros([BLOCK], tl.float32)
     if CENTRED:
         first = load_sum(x_ptr, residual_ptr, 0, 0, is_row, sum_ptr)
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, WIDTH, BLOCK):
+        shifts = tl.zeros([BLOCK], tl.float32)  # the mean of each lane, less `first`
+        for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
             inside = column < WIDTH
             x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
-            total += tl.where(inside, x - first, 0.0)
-        shift = tl.div_rn(tl.sum(total, axis=0), WIDTH)
+            difference = tl.where(inside, (x - first) - shifts, 0.0)
+            step = difference * (1.0 / (start // BLOCK + 1))
+            shifts += step
+            squares += difference * (difference - step)
+        count = ((WIDTH - columns + (BLOCK - 1)) // BLOCK).to(tl.float32)
+        shift = tl.div_rn(tl.sum(shifts * count, axis=0), WIDTH)
+        shifts -= shift
+        squares += shifts * shifts * count
         mean = first + shift
         mean_low = shift - (mean - first)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        column = start + columns
-        inside = column < WIDTH
-        x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
-        x = tl.where(inside, (x - mean) - mean_low, 0.0)
-        squares += x * x
+    else:
+        for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
+            column = start + columns
+            x = load_sum(x_ptr, residual_ptr, column, column, column < WIDTH, sum_ptr)
+            squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
     return mean, mean_low, rstd
 
@@ -201,9 +219,10 @@ def _norm_forward_wide_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     STATISTICS: tl.constexpr,
 ):
-    """One row a program, in blocks of columns: the second and third pass over a row find it in the L2 cache."""
+    """One row a program, in blocks of columns: the second pass over a row finds it in the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     if residual_ptr is not None:
@@ -211,9 +230,11 @@ def _norm_forward_wide_kernel(
         sum_ptr += row * WIDTH
     y_ptr += row * WIDTH
     columns = tl.arange(0, BLOCK)
-    mean, mean_low, rstd = row_statistics(x_ptr, residual_ptr, sum_ptr, row < rows, eps, WIDTH, BLOCK, STATISTICS > 1)
+    mean, mean_low, rstd = row_statistics(
+        x_ptr, residual_ptr, sum_ptr, row < rows, eps, WIDTH, BLOCK, STAGES, STATISTICS > 1
+    )
     store_statistics(statistics_ptr + row * STATISTICS, mean, mean_low, rstd, STATISTICS)
-    for start in range(0, WIDTH, BLOCK):
+    for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
         column = start + columns
         inside = column < WIDTH
         x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
@@ -240,13 +261,14 @@ class ForwardLaunch:
     reload: bool = True
 
 
-#: Rows wider than this are walked in blocks; up to it they fit in the registers of 1024 threads.
+#: Rows wider than this, of RMSNorm and of LayerNorm, are walked in blocks; at most so wide they fit in registers.
 WIDEST_ROW = 32768
-WIDE_BLOCK = 8192
+WIDEST_CENTRED_ROW = 32768
+WIDE_LAUNCH = ForwardLaunch(block=8192, rows=1, programs=None, warps=16)
 
 
-def forward_launch(width: int, multiprocessors: int) -> ForwardLaunch:
-    """The launch for rows of a width.
+def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLaunch:
+    """The launch for rows of a width, of LayerNorm (`centred`) or RMSNorm.
 
     One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm. At width 768 eight persistent
     programs a multiprocessor, one warp each, with loads four tiles ahead and weight and bias kept in registers: 0.84
@@ -256,8 +278,8 @@ def forward_launch(width: int, multiprocessors: int) -> ForwardLaunch:
     16384; other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in registers 0.06.
     """
     block = 1 << max(width - 1, 0).bit_length()
-    if block > WIDEST_ROW:
-        return ForwardLaunch(WIDE_BLOCK, 1, None, 16)
+    if block > (WIDEST_CENTRED_ROW if centred else WIDEST_ROW):
+        return WIDE_LAUNCH
     if block <= 1024:
         return ForwardLaunch(block, min(128, 2048 // block), 8 * multiprocessors, 1, 4, reload=False)
     return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))
@@ -271,12 +293,13 @@ def prepare_forward(
     Rows of x and of the residual are `x_stride` and `residual_stride` apart, all else is contiguous; `columns` are
     those of the statistics.
     """
-    choice = forward_launch(width, hardware.multiprocessors(device.index or 0))
+    choice = forward_launch(width, hardware.multiprocessors(device.index or 0), columns > 1)
     numbers = (rows, x_stride, residual_stride, eps)
-    constants = {"WIDTH": width, "BLOCK": choice.block, "STATISTICS": columns, "num_warps": choice.warps}
+    constants = {"WIDTH": width, "BLOCK": choice.block, "STAGES": choice.stages, "STATISTICS": columns}
+    constants["num_warps"] = choice.warps
     if choice.block < width:
         return PreparedLaunch(_norm_forward_wide_kernel, (rows,), device, numbers, **constants)
-    constants |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
+    constants |= {"ROWS": choice.rows, "RELOAD": choice.reload}
     tiles = -(-rows // choice.rows)
     programs = tiles if choice.programs is None else min(choice.programs, tiles)
     return PreparedLaunch(_norm_forward_kernel, (programs,), device, numbers, **constants)

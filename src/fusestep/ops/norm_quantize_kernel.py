@@ -151,6 +151,7 @@ def _norm_quantize_wide_kernel(
     index,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     STATISTICS: tl.constexpr,
     E4M3: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
@@ -173,10 +174,12 @@ def _norm_quantize_wide_kernel(
         width = tl.where(out_row < rows, WIDTH, 0)
         x_row = x_ptr + row * x_stride
         residual_row = None if residual_ptr is None else residual_ptr + row * residual_stride
-        mean, mean_low, rstd = row_statistics(x_row, residual_row, sum_ptr, True, eps, WIDTH, BLOCK, STATISTICS > 1)
+        mean, mean_low, rstd = row_statistics(
+            x_row, residual_row, sum_ptr, True, eps, WIDTH, BLOCK, STAGES, STATISTICS > 1
+        )
         if statistics_ptr is not None:
             store_statistics(statistics_ptr + row * STATISTICS, mean, mean_low, rstd, STATISTICS)
-        for start in range(0, OUT_WIDTH, BLOCK):
+        for start in tl.range(0, OUT_WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
             inside = column < width
             x = load_sum(x_row, residual_row, column, column, inside, sum_ptr)
@@ -231,8 +234,8 @@ AMAX_PROGRAMS = 4
 
 
 def quantize_launch(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
-    """The launch for rows of a width: the forward's, with blocks that hold the padding."""
-    return norm_forward.forward_launch(max(width, PAD), multiprocessors)
+    """The launch for rows of a width: the forward's of RMSNorm, with blocks that hold the padding."""
+    return norm_forward.forward_launch(max(width, PAD), multiprocessors, centred=False)
 
 
 def prepare(
@@ -256,6 +259,7 @@ def prepare(
     options: dict[str, Any] = {
         "WIDTH": width,
         "BLOCK": choice.block,
+        "STAGES": choice.stages,
         "STATISTICS": statistics_columns,
         "E4M3": dtype is torch.float8_e4m3fn,
         "HARDWARE_CAST": has_fp8_cast(device),
@@ -266,7 +270,7 @@ def prepare(
     kernel, tile_rows = _norm_quantize_wide_kernel, 1
     if choice.block >= width:
         kernel, tile_rows = _norm_quantize_kernel, choice.rows
-        options |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
+        options |= {"ROWS": choice.rows, "RELOAD": choice.reload}
     tiles = -(-rows // tile_rows)
     out_tiles = -(-(-(-rows // PAD) * PAD) // tile_rows)
     programs = out_tiles if choice.programs is None else min(choice.programs, out_tiles)
@@ -294,6 +298,7 @@ def compilations() -> Iterator[Compilation]:
         constexprs: dict[str, Any] = {
             "WIDTH": width,
             "BLOCK": choice.block,
+            "STAGES": choice.stages,
             "STATISTICS": (2 if element == "bf16" else 3) if not more else 1,
             "E4M3": data != "E5M2",
             "HARDWARE_CAST": has_cast,
@@ -303,7 +308,7 @@ def compilations() -> Iterator[Compilation]:
         }
         if choice.block >= width:
             kernel = _norm_quantize_kernel
-            constexprs |= {"ROWS": choice.rows, "STAGES": choice.stages, "RELOAD": choice.reload}
+            constexprs |= {"ROWS": choice.rows, "RELOAD": choice.reload}
         pointers = {
             "x_ptr": element,
             "residual_ptr": element if more else None,
