@@ -173,23 +173,21 @@ def transposed_words(a, b, c, d, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _values(x_ptr, h_ptr, row, column, shape, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """What is cast at some rows and columns, twice over: a gated activation's gradient has one for each half of h."""
-    rows, columns, x_stride, h_stride = shape
-    mask = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+def _values(x_ptr, h_ptr, x_place, h_place, mask, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """What is cast at some places, twice over: the gradient of a gated activation has one for each half of h."""
+    x = tl.load(x_ptr + x_place, mask=mask, other=0.0).to(tl.float32)
     if h_ptr is None:
         first = x
         if GATED:
-            b = tl.load(x_ptr + row * x_stride + columns + column, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x_ptr + columns + x_place, mask=mask, other=0.0).to(tl.float32)
             first = gated_value(x, b, ACTIVATION)
         elif ACTIVATION != "":
             first = activation_value(x, ACTIVATION)
         second = first
     else:
-        a = tl.load(h_ptr + row * h_stride + column, mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(h_ptr + h_place, mask=mask, other=0.0).to(tl.float32)
         if GATED:
-            b = tl.load(h_ptr + row * h_stride + columns + column, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(h_ptr + columns + h_place, mask=mask, other=0.0).to(tl.float32)
             first, second = gated_gradients(x, a, b, ACTIVATION)
         else:
             first = x * activation_derivative(a, ACTIVATION)
@@ -226,8 +224,9 @@ def _amax_kernel(
     for tile in tl.range(first_tile, tiles, tl.num_programs(0), num_stages=STAGES):
         row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        shape = (rows, columns, x_stride, h_stride)
-        first, second = _values(x_ptr, h_ptr, row, column, shape, ACTIVATION, GATED)
+        mask = (row < rows) & (column < columns)
+        x_place, h_place = row * x_stride + column, row * h_stride + column
+        first, second = _values(x_ptr, h_ptr, x_place, h_place, mask, columns, ACTIVATION, GATED)
         bits = tl.maximum(bits, magnitude_bits(first))
         if GATED and h_ptr is not None:
             bits = tl.maximum(bits, magnitude_bits(second))
@@ -250,52 +249,60 @@ def _count(counts_ptr, index, values, scaled, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _cast_rows(
-    values,
-    scale,
-    data_ptr,
-    counts_ptr,
-    index,
-    row,
-    area,
-    E4M3: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
-    IN_WORDS: tl.constexpr,
-):
-    """The words of one row in four of a tile, stored as they are.
-
-    `area`: the tile's first column, and where it lies in the output: columns up to `width` from column `start` on.
-    """
-    first_column, start, width, out_rows, out_columns = area
+def _cast_rows(values, scale, counts_ptr, index, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """The words of one row in four of a tile."""
     scaled = values * scale
-    words = fp8_words(scaled, E4M3, HARDWARE_CAST)
     if counts_ptr is not None:
         _count(counts_ptr, index, values, scaled, E4M3)
-    if data_ptr is not None:
-        column = first_column + tl.arange(0, words.shape[1])[None, :] * 4
-        if IN_WORDS:
-            words_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            place = row * (out_columns // 4) + (start // 4 + first_column // 4 + tl.arange(0, words.shape[1])[None, :])
-            tl.store(words_ptr + place, words, mask=(row < out_rows) & (column < width))
-        else:
-            bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * out_columns + start
-            for byte in tl.static_range(4):
-                mask = (row < out_rows) & (column + byte < width)
-                tl.store(bytes_ptr + column + byte, (words >> (8 * byte)).to(tl.uint8), mask=mask)
-    return words
+    return fp8_words(scaled, E4M3, HARDWARE_CAST)
 
 
 @triton.jit
-def _store_transposed(a, b, c, d, transposed_ptr, first_row, area, IN_HARDWARE: tl.constexpr):
-    """Store a tile, as `transposed_words` takes it, transposed."""
+def _store_rows(words, bytes_ptr, place, column, mask, width, IN_WORDS: tl.constexpr):
+    """Store such words as they are: at these places, in words, of `bytes_ptr`; `column`, in words, ends at `width`."""
+    if IN_WORDS:
+        words_ptr = bytes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(words_ptr + place, words, mask=mask & (column < width // 4))
+    else:
+        for byte in tl.static_range(4):
+            inside = mask & (column * 4 + byte < width)
+            tl.store(bytes_ptr + place * 4 + byte, (words >> (8 * byte)).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _store_tile(
+    tile,
+    first_row,
+    first_column,
+    data_ptr,
+    transposed_ptr,
+    start,
+    width,
+    out_rows,
+    out_columns,
+    IN_HARDWARE: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+):
+    """Store a tile, four tensors of words as `transposed_words` takes them, as it is and transposed: columns up to
+    `width` from column `start` of the output on."""
+    a, b, c, d = tile
+    if data_ptr is not None:
+        row = tl.arange(0, a.shape[0])[:, None].to(tl.int64) * 4
+        column = first_column // 4 + tl.arange(0, a.shape[1])[None, :]
+        place = row * (out_columns // 4) + column
+        mask = row < out_rows - first_row
+        bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + (first_row * out_columns + start)
+        _store_rows(a, bytes_ptr, place, column, mask, width, IN_WORDS)
+        _store_rows(b, bytes_ptr + out_columns, place, column, mask, width, IN_WORDS)
+        _store_rows(c, bytes_ptr + 2 * out_columns, place, column, mask, width, IN_WORDS)
+        _store_rows(d, bytes_ptr + 3 * out_columns, place, column, mask, width, IN_WORDS)
     if transposed_ptr is not None:
-        first_column, start, width, out_rows, _ = area
         words = transposed_words(a, b, c, d, IN_HARDWARE)
-        words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         column = first_column + tl.arange(0, words.shape[0])[:, None]
-        row = first_row // 4 + tl.arange(0, words.shape[1])[None, :]
+        row = tl.arange(0, words.shape[1])[None, :]
+        words_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_row // 4
         place = (start + column) * (out_rows // 4) + row
-        tl.store(words_ptr + place, words, mask=(column < width) & (row < out_rows // 4))
+        tl.store(words_ptr + place, words, mask=(column < width) & (row < (out_rows - first_row) // 4))
 
 
 @triton.jit
@@ -351,32 +358,69 @@ def _quantize_kernel(
     magnitudes = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
     total = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
     second_total = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
+    row = tl.arange(0, ROWS // 4)[:, None].to(tl.int64) * 4
+    x_stride, h_stride = tl.cast(x_stride, tl.int64), tl.cast(h_stride, tl.int64)
+    x_place, h_place = row * x_stride + column, row * h_stride + column
+    inside = column < columns
     for tile in tl.range(0, TILES, num_stages=1):
         first_row = ((program // across).to(tl.int64) * TILES + tile) * ROWS
-        row = first_row + tl.arange(0, ROWS // 4)[:, None] * 4
+        left = rows - first_row
+        x_row = x_ptr + first_row * x_stride
+        h_row = h_ptr
+        if h_ptr is not None:
+            h_row = h_ptr + first_row * h_stride
         # All is read before anything is stored, since the compiler keeps that order.
-        shape = (rows, columns, x_stride, h_stride)
-        a, a2 = _values(x_ptr, h_ptr, row, column, shape, ACTIVATION, GATED)
-        b, b2 = _values(x_ptr, h_ptr, row + 1, column, shape, ACTIVATION, GATED)
-        c, c2 = _values(x_ptr, h_ptr, row + 2, column, shape, ACTIVATION, GATED)
-        d, d2 = _values(x_ptr, h_ptr, row + 3, column, shape, ACTIVATION, GATED)
+        mask = inside & (row < left)
+        a, a2 = _values(x_row, h_row, x_place, h_place, mask, columns, ACTIVATION, GATED)
+        mask = inside & (row + 1 < left)
+        b, b2 = _values(x_row, h_row, x_place + x_stride, h_place + h_stride, mask, columns, ACTIVATION, GATED)
+        mask = inside & (row + 2 < left)
+        c, c2 = _values(x_row, h_row, x_place + 2 * x_stride, h_place + 2 * h_stride, mask, columns, ACTIVATION, GATED)
+        mask = inside & (row + 3 < left)
+        d, d2 = _values(x_row, h_row, x_place + 3 * x_stride, h_place + 3 * h_stride, mask, columns, ACTIVATION, GATED)
         total += (a + b) + (c + d)
         magnitudes = _largest(_largest(_largest(_largest(magnitudes, a), b), c), d)
-        area = (first_column, 0, first_width, out_rows, out_columns)
-        a = _cast_rows(a, scale, data_ptr, counts_ptr, index, row, area, E4M3, HARDWARE_CAST, IN_WORDS)
-        b = _cast_rows(b, scale, data_ptr, counts_ptr, index, row + 1, area, E4M3, HARDWARE_CAST, IN_WORDS)
-        c = _cast_rows(c, scale, data_ptr, counts_ptr, index, row + 2, area, E4M3, HARDWARE_CAST, IN_WORDS)
-        d = _cast_rows(d, scale, data_ptr, counts_ptr, index, row + 3, area, E4M3, HARDWARE_CAST, IN_WORDS)
-        _store_transposed(a, b, c, d, transposed_ptr, first_row, area, HARDWARE_CAST)
+        words = (
+            _cast_rows(a, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+            _cast_rows(b, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+            _cast_rows(c, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+            _cast_rows(d, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+        )
+        _store_tile(
+            words,
+            first_row,
+            first_column,
+            data_ptr,
+            transposed_ptr,
+            0,
+            first_width,
+            out_rows,
+            out_columns,
+            HARDWARE_CAST,
+            IN_WORDS,
+        )
         if HALVES == 2:
             second_total += (a2 + b2) + (c2 + d2)
             magnitudes = _largest(_largest(_largest(_largest(magnitudes, a2), b2), c2), d2)
-            area = (first_column, columns, last_width, out_rows, out_columns)
-            a2 = _cast_rows(a2, scale, data_ptr, counts_ptr, index, row, area, E4M3, HARDWARE_CAST, IN_WORDS)
-            b2 = _cast_rows(b2, scale, data_ptr, counts_ptr, index, row + 1, area, E4M3, HARDWARE_CAST, IN_WORDS)
-            c2 = _cast_rows(c2, scale, data_ptr, counts_ptr, index, row + 2, area, E4M3, HARDWARE_CAST, IN_WORDS)
-            d2 = _cast_rows(d2, scale, data_ptr, counts_ptr, index, row + 3, area, E4M3, HARDWARE_CAST, IN_WORDS)
-            _store_transposed(a2, b2, c2, d2, transposed_ptr, first_row, area, HARDWARE_CAST)
+            words = (
+                _cast_rows(a2, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+                _cast_rows(b2, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+                _cast_rows(c2, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+                _cast_rows(d2, scale, counts_ptr, index, E4M3, HARDWARE_CAST),
+            )
+            _store_tile(
+                words,
+                first_row,
+                first_column,
+                data_ptr,
+                transposed_ptr,
+                columns,
+                last_width,
+                out_rows,
+                out_columns,
+                HARDWARE_CAST,
+                IN_WORDS,
+            )
     if RECORD:
         raise_amax_bits(slots_ptr, index, magnitude_bits(magnitudes))
     if partials_ptr is not None:
@@ -413,8 +457,10 @@ def _transpose_kernel(
     b = tl.load(words_ptr + stride, mask=mask, other=0)
     c = tl.load(words_ptr + 2 * stride, mask=mask, other=0)
     d = tl.load(words_ptr + 3 * stride, mask=mask, other=0)
-    area = (first_column, 0, out_columns, out_rows, out_columns)
-    _store_transposed(a, b, c, d, transposed_ptr, first_row, area, IN_HARDWARE)
+    tile = (a, b, c, d)
+    _store_tile(
+        tile, first_row, first_column, None, transposed_ptr, 0, out_columns, out_rows, out_columns, IN_HARDWARE, True
+    )
 
 
 @dataclass(frozen=True)
