@@ -40,8 +40,8 @@ from fusestep.ops.adam_kernel import (
     _update,
 )
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
+from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, scale_from_amax
 from fusestep.ops.launch import launch
-from fusestep.ops.quantize_kernel import fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, scale_from_amax
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.registry import Compilation
 from fusestep.ops.tensor_table import GRADIENT, TABLE_SIGNATURE, TensorTable, upload

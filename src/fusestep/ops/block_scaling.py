@@ -40,8 +40,8 @@ from fusestep.errors import UserError
 from fusestep.ops.block_scaling_kernel import TILE, constants, prepare, quantize_blocks_kernel
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
+from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.quantize_kernel import has_fp8_cast
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fusestep.language import tl, triton
+from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.quantize_kernel import fp8_code, has_fp8_cast, magnitude_bits
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
 _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)

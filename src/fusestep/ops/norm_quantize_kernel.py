@@ -16,9 +16,9 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops import norm_forward
+from fusestep.ops.fp8_cast import count_cast, fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, slot_scale
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_forward import load_columns, load_sum, normalised_tile, row_statistics, store_statistics
-from fusestep.ops.quantize_kernel import fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, slot_scale
 from fusestep.ops.quantized import PAD
 from fusestep.ops.registry import Compilation
 
@@ -42,21 +42,6 @@ def _begin_cast(
         if counts_ptr is not None:
             tl.atomic_add(counts_ptr + index * 3, rows.to(tl.int64) * WIDTH, sem="relaxed")
     return scale
-
-
-@triton.jit
-def _count(counts_ptr, index, y, scaled, E4M3: tl.constexpr):
-    """Count what saturates, and what is flushed to zero: from half of the format's smallest value down.
-
-    Told from the values, not the bytes: there the assembler of CUDA 12.9 does not end for tiles of 16384.
-    """
-    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000  # 448 or 57344
-    HALF: tl.constexpr = 0x3A800000 if E4M3 else 0x37000000  # 2^-10 or 2^-17
-    bits = magnitude_bits(scaled)
-    saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
-    flushed = tl.sum(((magnitude_bits(y) != 0) & (bits <= HALF)).to(tl.int32)).to(tl.int64)
-    tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
-    tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows", "index"])
@@ -123,7 +108,7 @@ def _norm_quantize_kernel(
             code = fp8_code(scaled, E4M3, HARDWARE_CAST)
             tl.store(data_ptr + row * OUT_WIDTH + column, code, mask=(row < out_rows) & (column < OUT_WIDTH))
             if counts_ptr is not None:
-                _count(counts_ptr, index, y, scaled, E4M3)
+                count_cast(counts_ptr, index, y, scaled, E4M3)
     if RECORD:
         if data_ptr is not None:
             # A slot without a scale has its amax already, which other programs are taking their scale from.
@@ -197,7 +182,7 @@ def _norm_quantize_wide_kernel(
                 code = fp8_code(scaled, E4M3, HARDWARE_CAST)
                 tl.store(data_ptr + out_row * OUT_WIDTH + column, code, mask=column < OUT_WIDTH)
                 if counts_ptr is not None:
-                    _count(counts_ptr, index, y, scaled, E4M3)
+                    count_cast(counts_ptr, index, y, scaled, E4M3)
     if RECORD:
         if data_ptr is not None:
             largest = tl.where(has_scale, largest, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusestep.ops import quantize_kernel
+from fusestep.ops import fp8_cast, quantize_kernel
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward, transpose_bytes
 from fusestep.ops.quantized import Quantized
@@ -108,7 +108,7 @@ def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_har
     }
     what = "gradient of " * gradient + (activation or "plain") + " (gated)" * gated
     label = f"{what}{', both ways' if columnwise else ''}{'' if in_hardware else ', rounded by integers'}"
-    capability = quantize_kernel.CAST_CAPABILITY if in_hardware else (8, 0)
+    capability = fp8_cast.CAST_CAPABILITY if in_hardware else (8, 0)
     return _compilation(
         *(quantize_kernel._quantize_kernel, label, pointers, _NUMBERS, constants, choice.warps),
         minimum_capability=10 * capability[0] + capability[1],

@@ -17,7 +17,11 @@ EXPONENT = 0x7F800000
 def scale_from_amax_reference(amax: Tensor, dtype: torch.dtype, margin: int, power_of_two: bool) -> Tensor:
     """The scale, fp32 0-d, that an amax calls for; rounded down to a power of two on request."""
     scale = scale_reference(amax, torch.finfo(dtype).max, margin)
-    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
+    if power_of_two:
+        exponent: Tensor = scale.view(torch.int32) & EXPONENT
+        power: Tensor = exponent.view(torch.float32)
+        return power
+    return scale
 
 
 def amax_reference(values: Tensor) -> Tensor:

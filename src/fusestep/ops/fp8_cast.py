@@ -1,0 +1,174 @@
+"""What kernels share that cast to FP8: scales from slots, amaxes, and bytes, one by one or in words.
+
+Before 13.3 the assembler can write foreign bytes where a pair that one instruction casts is used twice, in a word and
+by itself (triton#11111). So a cast ends in a word of four bytes here, and only the word is used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusestep import hardware
+from fusestep.language import interpreted, tl, triton
+from fusestep.ops.roll_scales import LARGEST_SCALE
+from fusestep.precision import FP8_CAPABILITY
+
+#: The same bounds as in roll_scales.py: within them a scale and its inverse are both normal numbers of fp32.
+_LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
+_SMALLEST_SCALE = tl.constexpr(1.0 / LARGEST_SCALE)
+
+#: Instructions that round fp32 to FP8 at once came with Hopper; before it Triton goes through fp16 and rounds twice.
+CAST_CAPABILITY = (9, 0)
+
+
+def has_fp8_cast(device: torch.device) -> bool:
+    """Whether a device rounds fp32 to FP8 itself; else kernels do it with integers, to the same bytes."""
+    return not interpreted() and hardware.devices()[device.index or 0].capability >= CAST_CAPABILITY
+
+
+def has_fp8_type(device: torch.device) -> bool:
+    """Whether Triton takes pointers to E4M3 on a device."""
+    return interpreted() or hardware.devices()[device.index or 0].capability >= FP8_CAPABILITY
+
+
+@triton.jit
+def scale_from_amax(amax, LARGEST: tl.constexpr, MARGIN: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale that an amax calls for, as scale_reference of roll_scales.py; rounded down to a power of two if so."""
+    is_usable = (amax > 0.0) & (amax < float("inf"))
+    scale = tl.div_rn(tl.full([], LARGEST, tl.float32), tl.where(is_usable, amax, 1.0))
+    scale = scale * (0.5**MARGIN)
+    scale = tl.minimum(tl.maximum(scale, _SMALLEST_SCALE), _LARGEST_SCALE)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(is_usable, scale, 1.0)
+
+
+@triton.jit
+def slot_scale(slots_ptr, index, LARGEST: tl.constexpr, MARGIN: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of a slot; where it has none yet, the one that its amax calls for."""
+    scale = tl.load(slots_ptr + index * 4)
+    amax = tl.load(slots_ptr + index * 4 + 1)
+    return tl.where(scale != 0.0, scale, scale_from_amax(amax, LARGEST, MARGIN, POWER_OF_TWO))
+
+
+@triton.jit
+def magnitude_bits(values):
+    """The bits of |values|, which are ordered as the magnitudes are, NaN above infinity."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def raise_amax_bits(slots_ptr, index, bits):
+    """Raise a slot's amax to the largest of these `magnitude_bits`; the same whatever the order of programs."""
+    place = (slots_ptr + index * 4 + 1).to(tl.pointer_type(tl.int32), bitcast=True)
+    largest = tl.max(bits)
+    # An old value that is read here costs an atomic that changes nothing; few programs need one.
+    tl.atomic_max(place, largest, mask=largest > tl.load(place), sem="relaxed")
+
+
+@triton.jit
+def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN is 0x7F."""
+    if HARDWARE_CAST:
+        # The instruction saturates, infinities too.
+        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r",
+            [scaled],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        SHIFT: tl.constexpr = 20 if E4M3 else 21  # bits of mantissa that are lost
+        EXPONENT: tl.constexpr = 121 if E4M3 else 113  # of the smallest normal number, biased as in fp32
+        LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000  # 448 or 57344
+        bits = scaled.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        is_nan = magnitude > 0x7F800000
+        magnitude = tl.where(magnitude > LARGEST, LARGEST, magnitude)
+        odd = (magnitude >> SHIFT) & 1
+        normal = ((magnitude + odd + ((1 << (SHIFT - 1)) - 1)) >> SHIFT) - ((EXPONENT - 1) << (23 - SHIFT))
+        # Adding a number whose last place is the format's smallest one rounds a subnormal number.
+        SMALL: tl.constexpr = (EXPONENT + SHIFT) << 23
+        anchor = (magnitude & 0 | SMALL).to(tl.float32, bitcast=True)
+        tiny = (magnitude.to(tl.float32, bitcast=True) + anchor).to(tl.int32, bitcast=True) - SMALL
+        code = tl.where(magnitude < (EXPONENT << 23), tiny, normal)
+        code = tl.where(is_nan, 0x7F, code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def fp8_words(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """`fp8_code` of a tile (rows, columns), four columns a word: int32 (rows, columns / 4)."""
+    even, odd = tl.split(tl.reshape(scaled, [scaled.shape[0], scaled.shape[1] // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    if HARDWARE_CAST:
+        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,r,r,r,r",
+            [first, second, third, fourth],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = fp8_code(first, E4M3, False).to(tl.int32)
+        words |= fp8_code(second, E4M3, False).to(tl.int32) << 8
+        words |= fp8_code(third, E4M3, False).to(tl.int32) << 16
+        words |= fp8_code(fourth, E4M3, False).to(tl.int32) << 24
+    return words
+
+
+@triton.jit
+def _mixed_words(a, b, SELECTOR: tl.constexpr, IN_HARDWARE: tl.constexpr):
+    """Bytes of a (numbers 0 to 3) and b (4 to 7) by the selector's hexadecimal digits, the last one for byte 0."""
+    if IN_HARDWARE:
+        mixed = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, " + SELECTOR + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif SELECTOR == "0x5140":
+        mixed = (a & 0xFF) | ((b & 0xFF) << 8) | ((a & 0xFF00) << 8) | ((b & 0xFF00) << 16)
+    elif SELECTOR == "0x7362":
+        mixed = ((a >> 16) & 0xFF) | ((b >> 8) & 0xFF00) | ((a >> 8) & 0xFF0000) | (b & ~0xFFFFFF)
+    elif SELECTOR == "0x5410":
+        mixed = (a & 0xFFFF) | (b << 16)
+    else:
+        tl.static_assert(SELECTOR == "0x7632")
+        mixed = ((a >> 16) & 0xFFFF) | (b & ~0xFFFF)
+    return mixed
+
+
+@triton.jit
+def transposed_words(a, b, c, d, IN_HARDWARE: tl.constexpr):
+    """Of a tile's rows 4i, 4i + 1, 4i + 2 and 4i + 3, each (rows / 4, columns / 4) words of four columns, the transpose
+    (columns, rows / 4) in words of four rows."""
+    low = _mixed_words(a, b, "0x5140", IN_HARDWARE)
+    high = _mixed_words(a, b, "0x7362", IN_HARDWARE)
+    low_too = _mixed_words(c, d, "0x5140", IN_HARDWARE)
+    high_too = _mixed_words(c, d, "0x7362", IN_HARDWARE)
+    even = tl.join(
+        _mixed_words(low, low_too, "0x5410", IN_HARDWARE), _mixed_words(high, high_too, "0x5410", IN_HARDWARE)
+    )
+    odd = tl.join(
+        _mixed_words(low, low_too, "0x7632", IN_HARDWARE), _mixed_words(high, high_too, "0x7632", IN_HARDWARE)
+    )
+    return tl.reshape(tl.permute(tl.join(even, odd), [1, 2, 3, 0]), [a.shape[1] * 4, a.shape[0]])
+
+
+@triton.jit
+def count_cast(counts_ptr, index, values, scaled, E4M3: tl.constexpr):
+    """Count what saturates, and what is flushed to zero: from half of the format's smallest value down.
+
+    Told from the values, not the bytes, whose assembly can take for ever.
+    """
+    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000  # 448 or 57344
+    HALF: tl.constexpr = 0x3A800000 if E4M3 else 0x37000000  # 2^-10 or 2^-17
+    bits = magnitude_bits(scaled)
+    saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
+    flushed = tl.sum(((magnitude_bits(values) != 0) & (bits <= HALF)).to(tl.int32)).to(tl.int64)
+    tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
