@@ -147,14 +147,18 @@ class _TensorwiseCasts(Casts):
         raise NotImplementedError
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
-        wanted = (self.forward_dtype, True, columnwise, None)
-        return self._cast(x, None, "", index, wanted, (index, wanted, x.shape, x.stride(), x.dtype, x.device))[0]
+        key = (index, columnwise, x.shape, x.stride(), x.dtype, x.device)
+        plan = self._plans.get(key) if runs_kernels(x) else None
+        if plan is not None:
+            return plan(x, None, self._slots(index, x)[0], self.counts)[0]
+        return self._first(key, x, None, "", index, self.forward_dtype, True, columnwise, None)[0]
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
-        wanted = (self.forward_dtype, True, columnwise, None)
-        return self._cast(h, None, name, index, wanted, (index, wanted, h.shape, h.stride(), h.dtype, h.device, name))[
-            0
-        ]
+        key = (index, columnwise, h.shape, h.stride(), h.dtype, h.device, name)
+        plan = self._plans.get(key) if runs_kernels(h) else None
+        if plan is not None:
+            return plan(h, None, self._slots(index, h)[0], self.counts)[0]
+        return self._first(key, h, None, name, index, self.forward_dtype, True, columnwise, None)[0]
 
     def norm(
         self,
@@ -186,8 +190,11 @@ class _TensorwiseCasts(Casts):
     def gradient(
         self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
     ) -> tuple[Quantized, Tensor | None]:
-        wanted = (self.backward_dtype, rowwise, columnwise, sums_dtype)
-        return self._cast(dy, None, "", index, wanted, (index, wanted, dy.shape, dy.stride(), dy.dtype, dy.device))
+        key = (index, rowwise, columnwise, sums_dtype, dy.shape, dy.stride(), dy.dtype, dy.device)
+        plan = self._plans.get(key) if runs_kernels(dy) else None
+        if plan is not None:
+            return plan(dy, None, self._slots(index, dy)[0], self.counts)
+        return self._first(key, dy, None, "", index, self.backward_dtype, rowwise, columnwise, sums_dtype)
 
     def activation_gradient(
         self,
@@ -199,50 +206,37 @@ class _TensorwiseCasts(Casts):
         columnwise: bool,
         sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
-        wanted = (self.backward_dtype, rowwise, columnwise, sums_dtype)
         layouts = (da.shape, da.stride(), da.dtype, da.device, h.shape, h.stride(), h.dtype)
-        return self._cast(da, h, name, index, wanted, (index, wanted, layouts, name))
+        key = (index, rowwise, columnwise, sums_dtype, name, layouts)
+        plan = self._plans.get(key) if runs_kernels(da) else None
+        if plan is not None:
+            return plan(da, h, self._slots(index, da)[0], self.counts)
+        return self._first(key, da, h, name, index, self.backward_dtype, rowwise, columnwise, sums_dtype)
 
-    def _cast(
-        self, x: Tensor, h: Tensor | None, name: str, index: int, wanted: tuple[Any, ...], key: tuple[Any, ...]
-    ) -> tuple[Quantized, Tensor | None]:
-        """Cast x, or name(x), or the gradient of h from x, that of name(h).
-
-        Args:
-            wanted: the format, which of data and transposed, and the dtype of column sums, None for none.
-            key: all that tells this cast's plan from those of others.
-        """
-        slots, place = self._slots(index, x)
-        if runs_kernels(x):
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._new_plan(x, h, name, slots, place, wanted, key)
-            if plan is not None:
-                return plan(x, h, slots, self.counts)
-        dtype, rowwise, columnwise, sums_dtype = wanted
-        options = (self.record, self.margin, self.power_of_two, self.counts, sums_dtype is not None)
-        quantized, sums = cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options)
-        return quantized, None if sums is None else sums.to(sums_dtype)
-
-    def _new_plan(
+    def _first(
         self,
+        key: tuple[Any, ...],
         x: Tensor,
         h: Tensor | None,
         name: str,
-        slots: Tensor,
-        place: int,
-        wanted: tuple[Any, ...],
-        key: tuple[Any, ...],
-    ) -> CastPlan | None:
-        """Keep the plan of a cast, if a kernel takes the tensors as they are."""
-        dtype, rowwise, columnwise, sums_dtype = wanted
-        options = (self.record, self.margin, self.power_of_two, self.counts, sums_dtype)
-        plan = plan_cast(x, h, name, slots, place, dtype, rowwise, columnwise, *options)
-        if plan is not None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan
+        index: int,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
+    ) -> tuple[Quantized, Tensor | None]:
+        """Cast x, or name(x), or the gradient of h from x, that of name(h); keep the plan, if kernels do it."""
+        slots, place = self._slots(index, x)
+        what = (x, h, name, slots, place, dtype, rowwise, columnwise)
+        options = (self.record, self.margin, self.power_of_two, self.counts)
+        plan = plan_cast(*what, *options, sums_dtype) if runs_kernels(x) else None
+        if plan is None:
+            quantized, sums = cast(*what, *options, sums_dtype is not None)
+            return quantized, None if sums is None else sums.to(sums_dtype)
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan(x, h, slots, self.counts)
 
 
 class DelayedCasts(_TensorwiseCasts):

@@ -94,15 +94,12 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         group: ProcessGroup | None = None,
         calibrating: bool = False,
     ) -> None:
-        for name, switch in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(switch, bool):
-                raise UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
         if recipe is None:
             recipe = _DEFAULT_RECIPE
-        if not isinstance(recipe, Recipe) or type(recipe) is Recipe:
-            raise UserError(
-                f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling()."
-            )
+        if not (
+            type(enabled) is type(calibrating) is bool and isinstance(recipe, Recipe) and type(recipe) is not Recipe
+        ):
+            raise _misuse(enabled, recipe, calibrating)
         self._asked = enabled, recipe, calibrating, group
         self._outer: list[Region | None] = []
 
@@ -127,3 +124,10 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         enabled, _, calibrating, _ = self._asked
         thread.depth -= enabled or calibrating
         thread.region = self._outer.pop()
+
+
+def _misuse(enabled: object, recipe: object, calibrating: object) -> UserError:
+    for name, switch in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(switch, bool):
+            return UserError(f"fp8_autocast: {name} is {switch!r}; pass True or False, and a recipe as recipe=….")
+    return UserError(f"fp8_autocast: recipe is {recipe!r}; pass an object such as fusestep.fp8.DelayedScaling().")

@@ -174,7 +174,8 @@ def _native(
         epilogue = _padded_bias(bias, columns, b.shape[0], out_dtype)
     # By position: keywords cost the host another microsecond.
     out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, epilogue, None, out_dtype, fast_accumulation)
-    out = sliced(out, rows, columns)
+    if out.shape != (rows, columns):
+        out = sliced(out, rows, columns)
     return out if bias is None or epilogue is not None else out.add_(bias)
 
 
