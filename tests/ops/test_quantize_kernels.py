@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusestep.ops import quantize_kernel, quantize_ops
+from fusestep.ops import quantize_kernel, quantize_ops, quantize_plan
 from fusestep.ops.activation import activation_backward_reference, activation_reference, is_gated
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_ops import run_quantize
@@ -25,8 +25,8 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_kernel, "transpose_launch", lambda: quantize_kernel.TileLaunch(16, 16, 4))
     monkeypatch.setattr(quantize_kernel, "amax_launch", lambda _: quantize_kernel.TileLaunch(8, 8, 4))
     monkeypatch.setattr(quantize_kernel, "AMAX_PROGRAMS", 1)
-    for known in ("_plans", "_transposes"):
-        monkeypatch.setattr(quantize_ops, known, {})
+    monkeypatch.setattr(quantize_plan, "_plans", {})
+    monkeypatch.setattr(quantize_ops, "_transposes", {})
 
 
 def as_bytes(data: Tensor) -> Tensor:

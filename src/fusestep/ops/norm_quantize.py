@@ -23,7 +23,7 @@ from fusestep.ops.norm import _is_plain as is_plain
 from fusestep.ops.norm_ops import row_stride, sum_dtype
 from fusestep.ops.norm_quantize_kernel import Launches, compilations, prepare
 from fusestep.ops.norm_reference import forward_reference, statistics_columns
-from fusestep.ops.quantize_ops import CASTABLE, FP8
+from fusestep.ops.quantize_plan import CASTABLE, FP8
 from fusestep.ops.quantize_reference import quantize_reference
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from fusestep import dispatch
-from fusestep.ops.activation import base, is_gated
+from fusestep.errors import UserError
+from fusestep.ops.activation import base, check_activation, is_gated
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize
-from fusestep.ops.quantize_ops import _row_stride as row_stride
-from fusestep.ops.quantize_ops import cast_shape, check_quantize
 from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.roll_scales import SLOT
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Beyond it a margin leaves nothing of a format's range.
+LARGEST_MARGIN = 16
 
 #: By layouts and options; no more than MOST of them, since shapes may never repeat.
 _plans: dict[tuple[Any, ...], CastPlan] = {}
@@ -127,10 +133,12 @@ def plan_cast(
         *(record, margin, power_of_two, counts, sums_dtype is not None),
     )
     rows, columns = cast_shape(x, h, activation)
-    x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
-    if rows * columns == 0 or x_stride is None or (h is not None and h_stride is None):
-        return None
     device = x.device
+    if not dispatch.uses_triton("quantize", device) or rows * columns == 0:
+        return None
+    x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
+    if x_stride is None or (h is not None and h_stride is None):
+        return None
     options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, sums_dtype)
     key = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
     plan = _plans.get(key)
@@ -149,3 +157,67 @@ def plan_cast(
         if len(_plans) > MOST:
             _plans.pop(next(iter(_plans)))
     return plan
+
+
+def cast_shape(x: Tensor, h: Tensor | None, activation: str) -> tuple[int, int]:
+    """Rows and columns of what is cast."""
+    rows, columns = x.shape if h is None else h.shape
+    return rows, columns // 2 if activation and h is None and is_gated(activation) else columns
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Elements from one row of a matrix to the next, or None where a row is not one run of memory."""
+    if x.shape[1] != 1 and x.stride(1) != 1:
+        return None
+    return x.shape[1] if x.shape[0] == 1 else x.stride(0)
+
+
+def check_quantize(
+    x: Tensor,
+    h: Tensor | None,
+    activation: str,
+    slots: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    record: bool,  # noqa: ARG001
+    margin: int,
+    power_of_two: bool,  # noqa: ARG001
+    counts: Tensor | None,
+    column_sums: bool,  # noqa: ARG001
+) -> None:
+    """One sentence for what cannot be cast."""
+    who = "quantize" if not activation else "quantize_activation" if h is None else "quantize_activation_backward"
+    if dtype not in FP8:
+        raise UserError(f"{who}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
+    if not rowwise and not columnwise:
+        raise UserError(f"{who}: neither data nor its transpose is wanted; pass rowwise=True or columnwise=True.")
+    if not 0 <= margin <= LARGEST_MARGIN:
+        raise UserError(f"{who}: margin is {margin}; pass an integer from 0 to {LARGEST_MARGIN}.")
+    for name, matrix in (("x", x), ("h", h)):
+        if matrix is None:
+            continue
+        if matrix.dim() != 2:
+            raise UserError(f"{who}: {name} has shape {tuple(matrix.shape)}; pass (rows, columns).")
+        if matrix.dtype not in CASTABLE:
+            raise UserError(f"{who}: {name} has dtype {matrix.dtype}; pass float32, bfloat16 or float16.")
+    dispatch.one_device(who, x=x, h=h, slots=slots, counts=counts)
+    if activation:
+        check_activation(who, x if h is None else h, activation)
+    if h is not None and (h.shape[0], h.shape[1] // (2 if is_gated(activation) else 1)) != tuple(x.shape):
+        raise UserError(
+            f"{who}: da has shape {tuple(x.shape)} and h {tuple(h.shape)}; pass the gradient of {activation} of h."
+        )
+    if slots.dim() != 2 or slots.shape[1] != SLOT or slots.dtype is not torch.float32 or not slots.is_contiguous():
+        raise UserError(
+            f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, {SLOT}) torch.float32."
+        )
+    if not 0 <= index < slots.shape[0]:
+        raise UserError(f"{who}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
+    if counts is not None and (
+        counts.shape != (slots.shape[0], 3) or counts.dtype is not torch.int64 or not counts.is_contiguous()
+    ):
+        raise UserError(
+            f"{who}: counts are {tuple(counts.shape)} {counts.dtype}; pass contiguous int64, ({slots.shape[0]}, 3)."
+        )
