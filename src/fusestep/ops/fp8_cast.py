@@ -1,7 +1,9 @@
 """What kernels share that cast to FP8: scales from slots, amaxes, and bytes, one by one or in words.
 
 Before 13.3 the assembler can write foreign bytes where a pair that one instruction casts is used twice, in a word and
-by itself (triton#11111). So a cast ends in a word of four bytes here, and only the word is used.
+by itself (triton#11111). It joins two pairs in the instruction that casts the second one, and takes the first pair back
+from there, though it was to go in; zeros that a mask leaves are pairs that all are one. So pairs are joined by shifting
+here, which costs next to nothing, and only words of four bytes are used.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ from fusestep.precision import FP8_CAPABILITY
 #: The same bounds as in roll_scales.py: within them a scale and its inverse are both normal numbers of fp32.
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _SMALLEST_SCALE = tl.constexpr(1.0 / LARGEST_SCALE)
+
+_PAIRS = (
+    "{{ .reg .b16 a, b; .reg .b32 c, d; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; "
+    "cvt.u32.u16 c, a; cvt.u32.u16 d, b; shl.b32 d, d, 16; or.b32 $0, c, d; }}"
+)
+#: Four fp32 to the bytes of one word; the instruction saturates, infinities too.
+_E4M3_WORD = tl.constexpr(_PAIRS.format("e4m3x2"))
+_E5M2_WORD = tl.constexpr(_PAIRS.format("e5m2x2"))
 
 #: Instructions that round fp32 to FP8 at once came with Hopper; before it Triton goes through fp16 and rounds twice.
 CAST_CAPABILITY = (9, 0)
@@ -70,10 +80,8 @@ def raise_amax_bits(slots_ptr, index, bits):
 def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN is 0x7F."""
     if HARDWARE_CAST:
-        # The instruction saturates, infinities too.
-        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
         code = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            _E4M3_WORD if E4M3 else _E5M2_WORD,
             "=r,r,r,r,r",
             [scaled],
             dtype=tl.uint8,
@@ -106,9 +114,8 @@ def fp8_words(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     if HARDWARE_CAST:
-        PAIR: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32"
         words = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; " + PAIR + " a, $2, $1; " + PAIR + " b, $4, $3; mov.b32 $0, {a, b}; }",
+            _E4M3_WORD if E4M3 else _E5M2_WORD,
             "=r,r,r,r,r",
             [first, second, third, fourth],
             dtype=tl.int32,
