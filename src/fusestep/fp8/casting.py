@@ -27,7 +27,7 @@ from fusestep.fp8.recipes import (
     Recipe,
 )
 from fusestep.fp8.state import Slots
-from fusestep.ops.activation import activation_backward_reference, activation_reference
+from fusestep.ops.activation import activation_backward, activation_forward, run_activation
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
 from fusestep.ops.norm_quantize import norm_quantize
@@ -305,7 +305,9 @@ class BlockCasts(Casts):
         return self._cast(weight, self.forward_dtype, self.weight_block, True, columnwise)[0]
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
-        return self.input(activation_reference(h, name).to(h.dtype), index, columnwise)
+        compiling = torch.compiler.is_compiling()
+        y = activation_forward(h, name) if compiling else run_activation(h, None, name)
+        return self.input(y, index, columnwise)
 
     def norm(
         self,
@@ -349,7 +351,8 @@ class BlockCasts(Casts):
         columnwise: bool,
         sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
-        dh = activation_backward_reference(da, h, name).to(da.dtype)
+        compiling = torch.compiler.is_compiling()
+        dh = activation_backward(da, h, name) if compiling else run_activation(h, da, name)
         return self.gradient(dh, index, rowwise, columnwise, sums_dtype)
 
 
