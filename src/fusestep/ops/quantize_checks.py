@@ -81,7 +81,7 @@ _NUMBERS = {"rows": "i32", "columns": "i32", "x_stride": "i32", "h_stride": "i32
 
 
 def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool) -> Compilation:
-    choice = quantize_kernel.quantize_launch(8192, 4096, columnwise, gradient, gradient)
+    choice = quantize_kernel.quantize_launch(columnwise, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
     constants = {
         "ACTIVATION": activation,

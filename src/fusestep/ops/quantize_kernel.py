@@ -316,15 +316,12 @@ class TileLaunch:
     tiles: int = 1
 
 
-def quantize_launch(rows: int, columns: int, columnwise: bool, column_sums: bool, gradient: bool) -> TileLaunch:
-    """The launch of a cast of (rows, columns): of what is also stored transposed, and of an activation's gradient."""
-    if not columnwise and not column_sums:
-        return TileLaunch(4, 1024, 4)
-    # Sums of many rows at a time leave few to add up; small matrices need programs for every multiprocessor.
-    tiles = 1
-    while tiles < 8 and rows * columns >= tiles * 64 * 64 * 4096:
-        tiles *= 2
-    return TileLaunch(64, 64, 8 if gradient else 4, tiles)
+def quantize_launch(columnwise: bool, column_sums: bool) -> TileLaunch:
+    """The launch of a cast: what is also stored transposed, or summed, goes in squares.
+
+    More tiles a program would leave fewer partial sums, but take twice the registers.
+    """
+    return TileLaunch(64, 64, 4) if columnwise or column_sums else TileLaunch(4, 1024, 4)
 
 
 def transpose_launch() -> TileLaunch:
@@ -394,7 +391,7 @@ def prepare_quantize(
         num_warps=finder.warps,
     )
     # Flat tiles would write as many partial sums as the tensor has bytes.
-    choice = quantize_launch(rows, columns, columnwise, column_sums, gradient)
+    choice = quantize_launch(columnwise, column_sums)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
     down = -(-padded(rows) // (choice.rows * choice.tiles))
     cast = PreparedLaunch(

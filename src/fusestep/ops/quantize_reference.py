@@ -17,18 +17,15 @@ EXPONENT = 0x7F800000
 def scale_from_amax_reference(amax: Tensor, dtype: torch.dtype, margin: int, power_of_two: bool) -> Tensor:
     """The scale, fp32 0-d, that an amax calls for; rounded down to a power of two on request."""
     scale = scale_reference(amax, torch.finfo(dtype).max, margin)
-    if power_of_two:
-        exponent: Tensor = scale.view(torch.int32) & EXPONENT
-        power: Tensor = exponent.view(torch.float32)
-        return power
-    return scale
+    return (scale.view(torch.int32) & EXPONENT).view(torch.float32) if power_of_two else scale
 
 
 def amax_reference(values: Tensor) -> Tensor:
     """The largest magnitude, fp32 0-d; NaN if there is one, 0 where there is nothing."""
     if values.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=values.device)
-    return torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
+    amax: Tensor = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
+    return amax
 
 
 def quantize_reference(
