@@ -146,6 +146,33 @@ def test_kernels_keep_large_means(width: int) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [9, 16, 23, 31, 64])
+@pytest.mark.parametrize("rows", ["far from zero", "beginning far away", "growing"])
+def test_statistics_of_wide_rows_lose_no_digits_in_one_pass(width: int, rows: str) -> None:
+    x = torch.randn(5, width) * 2
+    if rows == "far from zero":
+        x -= 3e6
+    elif rows == "beginning far away":
+        x[:, 0] = 1e4
+    else:
+        x *= torch.linspace(-8, 8, width).exp()
+    for kind in ("layer_norm", "rms_norm"):
+        found = layer_norm(x, (width,), eps=EPS) if kind == "layer_norm" else rms_norm(x, (width,), eps=EPS)
+        truth = exact(kind, x, torch.ones(width), None)
+        assert float((found.double() - truth).norm() / truth.norm()) <= 2e-6
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [9, 24, 29])
+def test_constant_wide_rows_are_centred_to_exact_zeros(width: int, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.1], [-150.0], [7e-6]]).to(dtype).expand(3, width).contiguous()
+    assert not bool(layer_norm(x, (width,)).any())
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("width", [4, 37])
 def test_kernels_at_their_own_launches(kind: str, width: int) -> None:

@@ -219,7 +219,7 @@ AMAX_PROGRAMS = 4
 
 
 def quantize_launch(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
-    """The launch for rows of a width: the forward's of RMSNorm, with blocks that hold the padding."""
+    """The launch for rows of a width: the forward's of RMSNorm, whose rows stay whole; its blocks hold the padding."""
     return norm_forward.forward_launch(max(width, PAD), multiprocessors, centred=False)
 
 
