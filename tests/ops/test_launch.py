@@ -171,6 +171,14 @@ def test_a_prepared_launch_compiles_once_for_each_alignment(kernel: FakeKernel) 
     ]
 
 
+def test_a_prepared_launch_refuses_to_be_compiled_for_other_dtypes(kernel: FakeKernel) -> None:
+    prepared = PreparedLaunch(kernel, (4,), CPU, (32,), BLOCK=16)
+    prepared(torch.ones(8))
+    unaligned = torch.ones(9, dtype=torch.float64)[1:]
+    with pytest.raises(TypeError, match="is prepared for .*float32.*, not for .*float64"):
+        prepared(unaligned)
+
+
 def test_a_profilers_hooks_are_served(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(8)
     launch(kernel, (1,), CPU, x, 32)

@@ -162,7 +162,8 @@ def run_activation(h: Tensor, dy: Tensor | None, name: str) -> Tensor:
             name,
         )
     out = torch.empty(shape, dtype=h.dtype, device=h.device)
-    launch = prepare_activation(h.device, h.numel() // width, columns, h_stride, dy_stride, base(name), gated)
+    dtypes = (h.dtype, None if dy is None else dy.dtype)
+    launch = prepare_activation(h.device, dtypes, h.numel() // width, columns, h_stride, dy_stride, base(name), gated)
     launch(h, dy, out)
     return out
 

@@ -148,9 +148,16 @@ TILE = 2048
 
 @functools.lru_cache(maxsize=4096)
 def prepare_activation(
-    device: torch.device, rows: int, columns: int, h_stride: int, dy_stride: int, kind: str, gated: bool
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype | None],  # noqa: ARG001 (a prepared launch serves these dtypes alone)
+    rows: int,
+    columns: int,
+    h_stride: int,
+    dy_stride: int,
+    kind: str,
+    gated: bool,
 ) -> PreparedLaunch:
-    """The launch on (h, dy or None, output), for (rows, columns) of the activation."""
+    """The launch on (h, dy or None, output) of these dtypes, for (rows, columns) of the activation."""
     block = min(TILE, 1 << max(columns - 1, 0).bit_length())
     tile_rows = TILE // block
     return PreparedLaunch(

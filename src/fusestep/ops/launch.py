@@ -74,7 +74,7 @@ class PreparedLaunch:
         options: the constexpr parameters by name, num_warps and num_stages.
     """
 
-    __slots__ = ("_compiled", "_grid", "_index", "_kernel", "_numbers", "_options")
+    __slots__ = ("_compiled", "_grid", "_index", "_kernel", "_numbers", "_options", "_types")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], device: torch.device, numbers: tuple[Any, ...], **options: Any
@@ -82,9 +82,14 @@ class PreparedLaunch:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
         self._index = device.index if device.type == "cuda" else None
         self._compiled: dict[Any, _Compiled] = {}
+        self._types: list[torch.dtype | None] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there."""
+        """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there.
+
+        Raises: TypeError for other dtypes, or another that is not there, where that is looked at: at each compilation,
+            and in every call through the interpreter. A kernel that was compiled for others would give wrong numbers.
+        """
         index = self._index
         if index is not None and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
@@ -96,6 +101,11 @@ class PreparedLaunch:
         key = tuple([address & 15 for address in addresses]) if bits & 15 else None
         found = self._compiled.get(key)
         if found is None:
+            types = [None if tensor is None else tensor.dtype for tensor in tensors]
+            if self._types is None:
+                self._types = types
+            elif self._types != types:
+                raise TypeError(f"a launch of {self._kernel.__name__} is prepared for {self._types}, not for {types}")
             args = (*tensors, *self._numbers)
             found = _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
             if found is not None:

@@ -34,11 +34,12 @@ from fusestep.ops.launch import PreparedLaunch
 
 
 @triton.jit
-def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr):
-    """x, or x + residual rounded to the dtype of the stored sum, in fp32."""
-    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVICTION: tl.constexpr = ""):
+    """x, or x + residual rounded to the dtype of the stored sum, in fp32; EVICTION tells the cache what comes later."""
+    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + residual_offset, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + residual_offset, mask=mask, other=0.0, eviction_policy=EVICTION)
+        x += residual.to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
     return x
 
@@ -175,7 +176,7 @@ def row_statistics(
         for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
             inside = column < WIDTH
-            x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
+            x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr, "evict_last")
             difference = tl.where(inside, (x - first) - shifts, 0.0)
             step = difference * (1.0 / (start // BLOCK + 1))
             shifts += step
@@ -189,7 +190,7 @@ def row_statistics(
     else:
         for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
-            x = load_sum(x_ptr, residual_ptr, column, column, column < WIDTH, sum_ptr)
+            x = load_sum(x_ptr, residual_ptr, column, column, column < WIDTH, sum_ptr, "evict_last")
             squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
     return mean, mean_low, rstd
@@ -237,7 +238,7 @@ def _norm_forward_wide_kernel(
     for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
         column = start + columns
         inside = column < WIDTH
-        x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr)
+        x = load_sum(x_ptr, residual_ptr, column, column, inside, sum_ptr, "evict_first")
         if residual_ptr is not None:
             tl.store(sum_ptr + column, x, mask=inside)
         weight = load_columns(weight_ptr, column, inside, 1.0)
@@ -263,8 +264,7 @@ class ForwardLaunch:
 
 #: Rows wider than this, of RMSNorm and of LayerNorm, are walked in blocks; at most so wide they fit in registers.
 WIDEST_ROW = 32768
-WIDEST_CENTRED_ROW = 32768
-WIDE_LAUNCH = ForwardLaunch(block=8192, rows=1, programs=None, warps=16)
+WIDEST_CENTRED_ROW = 8192
 
 
 def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLaunch:
@@ -274,12 +274,16 @@ def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLa
     programs a multiprocessor, one warp each, with loads four tiles ahead and weight and bias kept in registers: 0.84
     and 0.87 (0.73 and 0.82 with weight and bias read in the loop, where their loads join the pipeline); programs of
     two or more warps lose a tenth, since it is instructions, not bytes, that bound narrow rows. From 2048 on one
-    program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192, 0.91 and 0.96 at
-    16384; other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in registers 0.06.
+    program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192, 0.96 at 16384
+    (RMSNorm); other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in registers 0.06.
+
+    A LayerNorm row of 16384 in registers took 1.05 of what torch.compile took. In blocks of 4096 on 16 warps, the first
+    pass marked as read again and the second as read for the last time, it took 0.99 (1.05 without the marks, 1.11 with
+    8 warps or blocks of 8192). At 40000 columns blocks of 8192 on 16 warps took 0.70 (RMSNorm 0.86), of 4096 0.75.
     """
     block = 1 << max(width - 1, 0).bit_length()
     if block > (WIDEST_CENTRED_ROW if centred else WIDEST_ROW):
-        return WIDE_LAUNCH
+        return ForwardLaunch(4096 if block == 16384 else 8192, 1, None, 16)
     if block <= 1024:
         return ForwardLaunch(block, min(128, 2048 // block), 8 * multiprocessors, 1, 4, reload=False)
     return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))

@@ -167,7 +167,7 @@ def _norm_quantize_wide_kernel(
         for start in tl.range(0, OUT_WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
             inside = column < width
-            x = load_sum(x_row, residual_row, column, column, inside, sum_ptr)
+            x = load_sum(x_row, residual_row, column, column, inside, sum_ptr, "evict_first")
             if residual_ptr is not None and statistics_ptr is not None:
                 tl.store(sum_ptr + row * WIDTH + column, x, mask=inside)
             weight = load_columns(weight_ptr, column, inside, 1.0)
