@@ -75,6 +75,34 @@ def norms(result: dict[str, Any]) -> str:
     )
 
 
+def fp8(result: dict[str, Any]) -> str:
+    """A row for each shape: device time of every recipe and of torch's bf16, and the host's time."""
+    by_name = {(row["tokens"], row["inputs"], row["outputs"], row["implementation"]): row for row in result["rows"]}
+    recipes = ("delayed", "current", "block")
+    rows = []
+    for shape in dict.fromkeys(name[:3] for name in by_name):
+        ours, native = [by_name[*shape, recipe] for recipe in recipes], by_name[*shape, "torch bf16"]
+        rows.append(
+            [
+                " × ".join(map(str, shape)),
+                " / ".join(f"{one['device_ms']:.3f}" for one in ours),
+                f"{native['device_ms']:.3f}",
+                " / ".join(f"{one['of_floor']:.2f}" for one in ours),
+                " / ".join(f"{one['host_us']:.0f}" for one in (*ours, native)),
+            ]
+        )
+    return table(
+        [
+            "Linear, forward and backward: tokens × in × out",
+            "FP8 delayed / current / block, ms",
+            "torch bf16, ms",
+            "times the floor",
+            "host, µs: delayed / current / block / torch",
+        ],
+        rows,
+    )
+
+
 def ladder(result: dict[str, Any]) -> str:
     """A row for each rung, its gain with the confidence interval."""
     plan = result["plan"]
@@ -108,7 +136,7 @@ def figures(results: list[dict[str, Any]]) -> str:
     """The text between the marks."""
     parts = []
     for result in results:
-        show = ladder if "rungs" in result else {"adam": adam, "norms": norms}[result["part"]]
+        show = ladder if "rungs" in result else {"adam": adam, "norms": norms, "fp8": fp8}[result["part"]]
         environment = result["environment"]
         source = (
             f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, "
