@@ -175,7 +175,7 @@ def test_a_prepared_launch_refuses_to_be_compiled_for_other_dtypes(kernel: FakeK
     prepared = PreparedLaunch(kernel, (4,), CPU, (32,), BLOCK=16)
     prepared(torch.ones(8))
     unaligned = torch.ones(9, dtype=torch.float64)[1:]
-    with pytest.raises(TypeError, match="is prepared for .*float32.*, not for .*float64"):
+    with pytest.raises(TypeError, match=r"is prepared for .*float32.*, not for .*float64"):
         prepared(unaligned)
 
 
