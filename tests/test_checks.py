@@ -70,6 +70,7 @@ tile = tl.program_id(
     axis=tl.constexpr(1)
 ).to(tl.int64)  # never tl.program_id(0) alone
 last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")  # integer ticket: who is last sums the partials
+row = (tl.program_id(0) // across).to(tl.int64)  # widened later
 '''
     assert found_in(tmp_path, code) == []
 

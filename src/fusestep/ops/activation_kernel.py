@@ -122,7 +122,7 @@ def _activation_kernel(
 ):
     """One tile a program, forward or backward."""
     across = (columns - 1) // COLUMNS + 1
-    program = tl.program_id(0)
+    program = tl.program_id(0)  # widened later
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < columns)

@@ -117,7 +117,7 @@ def quantize_blocks_kernel(
     PARTS: tl.constexpr = 128 // WIDTH  # blocks across a tile
     column_tiles = (padded_columns - 1) // 128 + 1
     row_tiles = (padded_rows - 1) // 128 + 1
-    program = tl.program_id(0)
+    program = tl.program_id(0)  # widened later
     row_tile, column_tile = (program // column_tiles).to(tl.int64), (program % column_tiles).to(tl.int64)
     top, left = row_tile * 128, column_tile * 128
 

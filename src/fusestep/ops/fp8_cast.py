@@ -73,7 +73,7 @@ def raise_amax_bits(slots_ptr, index, bits):
     place = (slots_ptr + index * 4 + 1).to(tl.pointer_type(tl.int32), bitcast=True)
     largest = tl.max(bits)
     # An old value that is read here costs an atomic that changes nothing; few programs need one.
-    tl.atomic_max(place, largest, mask=largest > tl.load(place), sem="relaxed")
+    tl.atomic_max(place, largest, mask=largest > tl.load(place), sem="relaxed")  # integer maximum
 
 
 @triton.jit
@@ -177,5 +177,5 @@ def count_cast(counts_ptr, index, values, scaled, E4M3: tl.constexpr):
     bits = magnitude_bits(scaled)
     saturated = tl.sum(((bits > LARGEST) & (bits <= 0x7F800000)).to(tl.int32)).to(tl.int64)
     flushed = tl.sum(((magnitude_bits(values) != 0) & (bits <= HALF)).to(tl.int32)).to(tl.int64)
-    tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")
-    tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + index * 3 + 1, saturated, mask=saturated > 0, sem="relaxed")  # integer count
+    tl.atomic_add(counts_ptr + index * 3 + 2, flushed, mask=flushed > 0, sem="relaxed")  # integer count

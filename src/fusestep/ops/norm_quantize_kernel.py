@@ -37,10 +37,10 @@ def _begin_cast(
 ):
     """The scale; the first program also stores its inverse and counts the elements."""
     scale = slot_scale(slots_ptr, index, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0).to(tl.int64) == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0 + 0.0 * scale, scale))
         if counts_ptr is not None:
-            tl.atomic_add(counts_ptr + index * 3, rows.to(tl.int64) * WIDTH, sem="relaxed")
+            tl.atomic_add(counts_ptr + index * 3, rows.to(tl.int64) * WIDTH, sem="relaxed")  # integer count
     return scale
 
 

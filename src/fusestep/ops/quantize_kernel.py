@@ -77,7 +77,7 @@ def _amax_kernel(
     scale = tl.load(slots_ptr + index * 4)
     across = (columns - 1) // COLUMNS + 1
     tiles = ((rows - 1) // ROWS + 1) * across
-    first_tile = tl.where(scale != 0.0, tiles, tl.program_id(0))
+    first_tile = tl.where(scale != 0.0, tiles, tl.program_id(0))  # widened later
     bits = tl.zeros([ROWS, COLUMNS], tl.int32)
     for tile in tl.range(first_tile, tiles, tl.num_programs(0), num_stages=STAGES):
         row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -191,11 +191,11 @@ def _quantize_kernel(
     last_width = out_columns - columns * (HALVES - 1)
     first_width = last_width if HALVES == 1 else columns
     across = ((last_width - 1) // COLUMNS + 1).to(tl.int32)
-    program = tl.program_id(0)
+    program = tl.program_id(0)  # widened later
     if program == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
         if counts_ptr is not None:
-            tl.atomic_add(counts_ptr + index * 3, rows * sums_width, sem="relaxed")
+            tl.atomic_add(counts_ptr + index * 3, rows * sums_width, sem="relaxed")  # integer count
     first_column = (program % across) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)[None, :]
     magnitudes = tl.zeros([ROWS // 4, COLUMNS], tl.float32)
@@ -288,7 +288,7 @@ def _transpose_kernel(
     out_rows = tl.cast(rows, tl.int64) * 16
     out_columns = tl.cast(columns, tl.int64) * 16
     across = ((out_columns - 1) // COLUMNS + 1).to(tl.int32)
-    program = tl.program_id(0)
+    program = tl.program_id(0)  # widened later
     first_row = (program // across).to(tl.int64) * ROWS
     first_column = (program % across) * COLUMNS
     row = first_row + tl.arange(0, ROWS // 4)[:, None] * 4

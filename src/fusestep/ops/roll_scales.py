@@ -70,7 +70,7 @@ def _roll_scales_kernel(
     BLOCK: tl.constexpr,  # entries of the history that are read at once
     MOST_RECENT: tl.constexpr,
 ):
-    row = table + tl.program_id(0) * 4
+    row = table + tl.program_id(0).to(tl.int64) * 4
     slot = tl.load(row).to(tl.pointer_type(tl.float32))
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     rolls_address = tl.load(row + 2).to(tl.pointer_type(tl.int64))
