@@ -178,7 +178,11 @@ _apply_plainly = super(torch.autograd.Function, _Norm).apply
 
 def _outlived(*tensors: Tensor | None) -> bool:
     """Whether a tensor has outlived the transform of torch.func that made it, and is still wrapped."""
-    return any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    for tensor in tensors:  # noqa: SIM110 (a generator costs the host more than what it asks)
+        if tensor is not None and is_wrapped(tensor):
+            return True
+    return False
 
 
 def _differentiable_backward(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.layouts import layout
 from fusestep.ops.norm_backward import BackwardLaunches, prepare_backward
 from fusestep.ops.norm_forward import prepare_forward
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference, statistics_columns
@@ -75,22 +76,22 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 
 
 class KnownForward(NamedTuple):
-    """What the kernel needs for tensors of certain layouts, beside the tensors."""
+    """The forward of tensors of certain layouts: the layouts of what it writes, and its launch."""
 
     op: str
     device: torch.device
-    dtype: torch.dtype
-    total: torch.dtype
-    statistics: tuple[tuple[int, int], tuple[int, int]]  # size and strides
+    y: Tensor
+    total: Tensor | None
+    statistics: Tensor
     launch: PreparedLaunch
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(y, x + residual or None, statistics), by the kernel."""
-        y = _unwritten_like(x, self.dtype)
-        total = None if residual is None else _unwritten_like(x, self.total)
-        statistics = torch.empty_strided(*self.statistics, dtype=torch.float32, device=self.device)
+        empty = torch.empty_like
+        y, statistics = empty(self.y), empty(self.statistics)
+        total = None if self.total is None else empty(self.total)
         self.launch(x, residual, weight, bias, y, total, statistics)
         return y, total, statistics
 
@@ -100,9 +101,9 @@ class KnownBackward(NamedTuple):
 
     op: str
     device: torch.device
-    dtype: torch.dtype
-    weight_gradient: bool
-    bias_gradient: bool
+    dx: Tensor
+    dweight: Tensor | None
+    dbias: Tensor | None
     launches: BackwardLaunches
 
     def __call__(
@@ -115,9 +116,10 @@ class KnownBackward(NamedTuple):
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(dx, dweight, dbias), by the kernels; None for a gradient that is not wanted."""
-        dx = _unwritten_like(x, self.dtype)
-        dweight = _unwritten_like(weight, weight.dtype) if self.weight_gradient and weight is not None else None
-        dbias = _unwritten_like(bias, bias.dtype) if self.bias_gradient and bias is not None else None
+        empty = torch.empty_like
+        dx = empty(self.dx)
+        dweight = None if self.dweight is None else empty(self.dweight)
+        dbias = None if self.dbias is None else empty(self.dbias)
         self.launches(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias)
         return dx, dweight, dbias
 
@@ -210,8 +212,15 @@ def _first_forward(
     total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
     rows, columns = x.numel() // width, statistics_columns(total_dtype, centred)
     launch = prepare_forward(x.device, rows, columns, width, x_stride, residual_stride, eps)
-    statistics_layout = ((rows, columns), (columns, 1))
-    keep(_forwards, key, KnownForward(op_name(centred), x.device, dtype, total_dtype, statistics_layout, launch))
+    known = KnownForward(
+        op_name(centred),
+        x.device,
+        layout(x.shape, dtype, x.device),
+        None if residual is None else layout(x.shape, total_dtype, x.device),
+        layout((rows, columns), torch.float32, x.device),
+        launch,
+    )
+    keep(_forwards, key, known)
     return run_forward(x, residual, weight, bias, *options)
 
 
@@ -322,11 +331,9 @@ def _first_backward(
         from_output,
         *(tensor is not None for tensor in wanted),
     )
-    keep(
-        _backwards,
-        key,
-        KnownBackward(op_name(centred), x.device, dtype, weight_gradient, bias_gradient, launches),
-    )
+    dweight, dbias = (None if t is None else layout(t.shape, t.dtype, t.device) for t in wanted)
+    dx = layout(x.shape, dtype, x.device)
+    keep(_backwards, key, KnownBackward(op_name(centred), x.device, dx, dweight, dbias, launches))
     return run_backward(dy, dsum, x, statistics, weight, bias, *options)
 
 

@@ -14,6 +14,7 @@ from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.activation import base, check_activation, is_gated
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.layouts import layout
 from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT
@@ -58,12 +59,12 @@ class CastPlan:
     ) -> None:
         self.shape = rows, columns = shape
         inside = padded(rows), padded(columns)
-        self._data = _layout(inside, dtype, device) if rowwise else None
-        self._transposed = _layout(inside[::-1], dtype, device) if columnwise else None
-        self._scale_inv = _layout((), torch.float32, device)
-        self._sums = None if sums_dtype is None else _layout((columns,), sums_dtype, device)
+        self._data = layout(inside, dtype, device) if rowwise else None
+        self._transposed = layout(inside[::-1], dtype, device) if columnwise else None
+        self._scale_inv = layout((), torch.float32, device)
+        self._sums = None if sums_dtype is None else layout((columns,), sums_dtype, device)
         partials = launches.partials
-        self._partials = None if partials is None else _layout(partials, torch.float32, device)
+        self._partials = None if partials is None else layout(partials, torch.float32, device)
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
         self._total: PreparedLaunch | None = launches.total
 
@@ -88,13 +89,6 @@ class CastPlan:
             self._cast(x, h, *written, scale_inv, slots, counts, partials)
             self._total(partials, sums, None)
         return Quantized(self.shape, data, transposed, scale_inv, scale_inv), sums
-
-
-def _layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that holds no memory: `torch.empty_like` of it costs the host less than sizes, dtype and device."""
-    layout = torch.empty(shape, dtype=dtype, device=device)
-    layout.untyped_storage().resize_(0)
-    return layout
 
 
 def runs_kernels(x: Tensor) -> bool:
