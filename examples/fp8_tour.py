@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from fusestep import fp8
 from fusestep import nn as fused
 from fusestep.data import arithmetic_sequences, strides
+from fusestep.errors import UserError
 from fusestep.fp8.recipes import recipe_named
+from fusestep.hardware import device_named
 from fusestep.optim import FusedAdam
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,9 +32,15 @@ options.add_argument("--timed", type=int, default=30, help="steps of each benchm
 options.add_argument("--recipe", default="delayed", choices=["delayed", "current", "block", "mxfp8"])
 options.add_argument("--format", default="auto", choices=["auto", "hybrid", "e4m3"])
 options.add_argument("--amax-history", type=int, help="steps that delayed scaling remembers")
-options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 asked = options.parse_args()
-device = torch.device(asked.device)
+try:
+    device = device_named(asked.device)
+    recipe = recipe_named(asked.recipe, asked.format, asked.amax_history)
+except UserError as error:
+    options.error(str(error))
+if asked.timed < 0 or (asked.steps is not None and asked.steps < 1):
+    options.error("--steps takes a number of steps from 1 on, --timed from 0 on.")
 
 VOCABULARY = 96
 if device.type == "cuda":
@@ -43,7 +51,6 @@ else:
 STEPS = asked.steps or (60 if device.type == "cuda" else 120)
 
 torch.manual_seed(1234)
-recipe = recipe_named(asked.recipe, asked.format, asked.amax_history)
 is_native, reason = fp8.support(device, recipe)
 print(f"FP8 on {device}: {'native' if is_native else 'emulated'} ({reason})\nrecipe: {recipe}")
 

@@ -47,6 +47,14 @@ def test_the_tour_takes_another_recipe() -> None:
     assert "FP8 state" not in out
 
 
+@pytest.mark.parametrize("wrong", ["--device=foo", "--amax-history=0", "--steps=0", "--timed=-1"])
+def test_what_the_tour_cannot_take_is_one_sentence(wrong: str) -> None:
+    done = subprocess.run([sys.executable, TOUR, wrong], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("fp8_tour.py: error: ")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_tour_learns_the_sequences() -> None:
     out = tour("--device", "cuda", "--steps", "100")
