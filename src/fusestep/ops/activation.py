@@ -37,9 +37,8 @@ from fusestep.ops.activation_kernel import (
     _activation_kernel,
     prepare_activation,
 )
-from fusestep.ops.norm import _is_plain as is_plain
 from fusestep.ops.norm_ops import row_stride
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
 #: Each activation's name, with the function of x, or of the gate a, that it is made of.
 _PLAIN = {name: name for name in ("gelu", "qgelu", "relu", "srelu", "silu")}

@@ -42,8 +42,9 @@ from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
 from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.layouts import keep
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
 Block = tuple[int, int]
 
@@ -104,9 +105,8 @@ def _reference(
     return outputs
 
 
-#: By device, layouts and options; emptied where it would hold more than MOST, since shapes may never repeat.
+#: By device, layouts and options; see `keep`.
 _launches: dict[tuple[Any, ...], PreparedLaunch] = {}
-MOST = 4096
 
 
 def run_quantize_blocks(
@@ -133,10 +133,8 @@ def run_quantize_blocks(
     key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, column_sums)
     launch = _launches.get(key)
     if launch is None:
-        if len(_launches) >= MOST:
-            _launches.clear()
         sizes = ((rows, columns), x.stride(0), (padded(rows), padded(columns)))
-        launch = _launches[key] = prepare(x.device, *sizes, dtype, (height, width), power_of_two)
+        launch = keep(_launches, key, prepare(x.device, *sizes, dtype, (height, width), power_of_two))
     as_stored = data, transposed
     if not has_fp8_cast(x.device):  # nor do Triton's pointers know of FP8
         as_stored = data.view(torch.uint8), transposed.view(torch.uint8)
@@ -198,8 +196,7 @@ def quantize_blocks(
     Raises: UserError, before anything is written, for shapes and dtypes that do not fit.
     """
     _check(x, dtype, block, rowwise or columnwise)
-    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if not is_watched and (type(x) is Tensor or type(x) is torch.nn.Parameter):
+    if not torch.compiler.is_compiling() and is_plain(x):
         outputs = run_quantize_blocks(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
     else:
         outputs = quantize_blocks_op(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)

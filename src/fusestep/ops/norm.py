@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
+from fusestep.ops.layouts import keep
 from fusestep.ops.norm_ops import (
     KnownBackward,
     KnownForward,
-    keep,
     known_backward,
     known_forward,
     norm_backward,
@@ -34,17 +34,9 @@ from fusestep.ops.norm_ops import (
     uses_triton,
 )
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference
+from fusestep.ops.registry import is_plain
 
 FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing watches or traces the call, so that the op's implementation can be called without the op.
-
-    That spares the host a third of the call. Tracing, fake tensors, other subclasses and dispatch modes (activation
-    checkpointing that selects ops, counters of operations) see the op.
-    """
-    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
 
 
 class _Call:
@@ -150,7 +142,7 @@ class _Norm(torch.autograd.Function):
             dx, dweight, dbias = _differentiable_backward(
                 dy, dsum, kept, weight, bias, call.width, call.eps, call.centred, from_output, dtype
             )
-        elif plain and _is_plain(dy):
+        elif plain and is_plain(dy):
             dx, dweight, dbias = call.run_backward(
                 dy, dsum, kept, statistics, weight, bias, from_output, dtype, weight_needed, bias_needed
             )
@@ -277,7 +269,7 @@ def normalise(
             y, total, _ = forward_reference(*tensors, call.width, call.eps, centred, call.dtype)
             return y if residual is None else (y, total)
     keep_output = memory_efficient and torch.is_grad_enabled() and _output_suffices(x, weight, bias, centred)
-    plain = not compiling and _is_plain(x) and not _outlived(*tensors)
+    plain = not compiling and is_plain(x) and not _outlived(*tensors)
     apply = _apply_plainly if plain else _Norm.apply
     return apply(*tensors, (call, keep_output, plain))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import layout
+from fusestep.ops.layouts import keep, layout
 from fusestep.ops.norm_backward import BackwardLaunches, prepare_backward
 from fusestep.ops.norm_forward import prepare_forward
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference, statistics_columns
@@ -127,7 +127,6 @@ class KnownBackward(NamedTuple):
 #: By options and layouts; see `keep`.
 _forwards: dict[tuple[Any, ...], KnownForward] = {}
 _backwards: dict[tuple[Any, ...], KnownBackward] = {}
-MOST = 4096
 
 
 def known_forward(
@@ -222,14 +221,6 @@ def _first_forward(
     )
     keep(_forwards, key, known)
     return run_forward(x, residual, weight, bias, *options)
-
-
-def keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
-    """Enter a value, which is returned, emptying a dictionary that holds MOST: shapes may never repeat."""
-    if len(known) >= MOST:
-        known.clear()
-    known[key] = value
-    return value
 
 
 def _unwritten(

@@ -19,14 +19,14 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.norm import _is_plain as is_plain
+from fusestep.ops.layouts import keep
 from fusestep.ops.norm_ops import row_stride, sum_dtype
 from fusestep.ops.norm_quantize_kernel import Launches, compilations, prepare
 from fusestep.ops.norm_reference import forward_reference, statistics_columns
 from fusestep.ops.quantize_plan import CASTABLE, FP8
 from fusestep.ops.quantize_reference import quantize_reference
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
 
 
 def norm_quantize_reference(
@@ -76,10 +76,8 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 NAME = "norm_quantize"
 
-#: By options and layouts, which are checked before; emptied where it would hold more than MOST, since shapes may never
-#: repeat.
+#: By options and layouts, which are checked before; see `keep`.
 _known: dict[tuple[Any, ...], _Known] = {}
-MOST = 4096
 
 
 def run_norm_quantize(
@@ -127,9 +125,7 @@ def run_norm_quantize(
         columns = statistics_columns(total_dtype, centred)
         launches = prepare(device, rows, columns, width, x_stride, residual_stride, *options)
         known = _Known(total_dtype, (rows, columns), (padded(rows), padded(width)), launches)
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key] = known
+        keep(_known, key, known)
     data = torch.empty(known.data, dtype=dtype, device=device)
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
     statistics = torch.empty(known.statistics, dtype=torch.float32, device=device)

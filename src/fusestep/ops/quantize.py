@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
-from fusestep.ops.norm import _is_plain as is_plain
 from fusestep.ops.quantize_ops import quantize_op, run_quantize, run_transpose, transpose_bytes_op
 from fusestep.ops.quantize_plan import FP8, cast_shape, check_quantize
 from fusestep.ops.quantized import PAD, Quantized
+from fusestep.ops.registry import is_plain
 
 
 def quantize(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.layouts import keep
 from fusestep.ops.quantize_kernel import prepare_transpose
 from fusestep.ops.quantize_plan import cast_shape, plan_cast
 from fusestep.ops.quantize_reference import padded_bytes, quantize_reference
@@ -23,7 +24,6 @@ from fusestep.ops.registry import define
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 #: Transposes that are kept; shapes may never repeat.
-MOST = 4096
 
 
 def run_quantize(
@@ -109,9 +109,7 @@ def run_transpose(data: Tensor) -> Tensor:
     if not dispatch.uses_triton("quantize", device) or data.numel() == 0:
         return padded_bytes(data.view(torch.uint8).t().view(data.dtype), *reversed(data.shape))
     if launch is None:
-        if len(_transposes) >= MOST:
-            _transposes.clear()
-        launch = _transposes[key] = prepare_transpose(device, *data.shape)
+        launch = keep(_transposes, key, prepare_transpose(device, *data.shape))
     transposed = torch.empty((data.shape[1], data.shape[0]), dtype=data.dtype, device=device)
     launch(data.view(torch.uint8), transposed.view(torch.uint8))
     return transposed

@@ -17,6 +17,7 @@ from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import layout
 from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.registry import is_plain
 from fusestep.ops.roll_scales import SLOT
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -93,12 +94,7 @@ class CastPlan:
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether a cast of x launches kernels itself: nothing traces or watches the call, and the device runs them."""
-    return (
-        not torch.compiler.is_compiling()
-        and (type(x) is Tensor or type(x) is torch.nn.Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-        and dispatch.uses_triton("quantize", x.device)
-    )
+    return not torch.compiler.is_compiling() and is_plain(x) and dispatch.uses_triton("quantize", x.device)
 
 
 def plan_cast(

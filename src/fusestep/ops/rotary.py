@@ -25,8 +25,7 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.norm import _is_plain as is_plain
-from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
 from fusestep.ops.rotary_kernel import compilations, prepare
 
 TensorFormat = Literal["bshd", "sbhd", "thd"]
