@@ -383,7 +383,8 @@ def test_a_training_call_copies_no_matrix() -> None:
         layer(x).backward(dy)  # the roll is behind us, and gradients of nothing are stolen, not added
         layer.zero_grad()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        # acc_events: without it some versions of torch warn, whether or not there is a second cycle.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             torch.autograd.grad(layer(x), [x, layer.weight, layer.bias], dy)
             torch.cuda.synchronize()
     kernels = [event.key for event in profiler.key_averages() for _ in range(event.count) if "kernel" in event.key]

@@ -492,7 +492,7 @@ def compare_with_reference(
     device: torch.device,
 ) -> None:
     x = random_matrix(*shape, element)
-    if shape[1] > 130:
+    if shape[0] > 3 and shape[1] > 130:
         x[3] = x[:, 20] = 0
         x[0, 5], x[0, 6], x[-1, -1] = math.nan, -math.nan, math.inf
         x[shape[0] // 2, :100] = 1e-41

@@ -387,8 +387,15 @@ def activation_dtype(x: Tensor) -> torch.dtype:
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Function.apply less its part in Python, two fifths of its cost; that serves torch.func, which is ruled out."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    """Function.apply less its part in Python, two fifths of its cost; that serves torch.func, which is ruled out.
+
+    The older dynamos trace the whole apply alone.
+    """
+    plainly: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if torch.compiler.is_compiling() else plainly(*args)
+
     return apply
 
 

@@ -34,7 +34,7 @@ from fusestep.ops.launch import PreparedLaunch
 
 
 @triton.jit
-def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVICTION: tl.constexpr = ""):
+def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVICTION: tl.constexpr):
     """x, or x + residual rounded to the dtype of the stored sum, in fp32; EVICTION tells the cache what comes later."""
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     if residual_ptr is not None:
@@ -81,14 +81,14 @@ def normalised_tile(
     in_width = column < WIDTH
     in_rows = row < rows
     mask = in_rows & in_width
-    x = load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr)
+    x = load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr, "")
     if residual_ptr is not None and statistics_ptr is not None:
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
     if STATISTICS == 2:
         mean = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
         x = _zero_padding(x - mean, in_width, WIDTH, BLOCK)
     if STATISTICS == 3:
-        first = load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr)
+        first = load_sum(x_ptr, residual_ptr, row * x_stride, row * residual_stride, in_rows, sum_ptr, "")
         x = _zero_padding(x - first, in_width, WIDTH, BLOCK)
         shift = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
         mean = first + shift
@@ -171,7 +171,7 @@ def row_statistics(
     mean_low = 0.0
     squares = tl.zeros([BLOCK], tl.float32)
     if CENTRED:
-        first = load_sum(x_ptr, residual_ptr, 0, 0, is_row, sum_ptr)
+        first = load_sum(x_ptr, residual_ptr, 0, 0, is_row, sum_ptr, "")
         shifts = tl.zeros([BLOCK], tl.float32)  # the mean of each lane, less `first`
         for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
             column = start + columns
