@@ -383,7 +383,8 @@ def check_products(m: int, n: int, k: int, recipe: str, gradient: torch.dtype, d
             )
             assert out.shape == (rows, columns)
             assert out.dtype == out_dtype
-            limit = tolerance(native, False, out_dtype)
+            # Sums of values this unequal lose more to the product's short accumulator than those of normal ones.
+            limit = tolerance(native, False, out_dtype) * (3 if native else 1)
             assert bool(((out.double() - exact).abs() <= limit * bound + 1e-30).all())
 
 
