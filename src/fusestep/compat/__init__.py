@@ -1,0 +1,9 @@
+"""Drop-in: the names of NVIDIA Apex and Transformer Engine over fusestep's own parts.
+
+`shims/` is a folder for sys.path, not a package: `shims/apex/optimizers` is what a script gets for `apex.optimizers`.
+What is there translates arguments, layouts and state dicts, and uses fusestep's public names for all numerics.
+
+- `report`: which names were served, by what, and which were refused;
+- `names`: what a shim module does with names that it does not serve;
+- `settings`: what `fusestep run` was asked for, in environment variables, so that subprocesses know it too.
+"""

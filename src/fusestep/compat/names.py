@@ -1,0 +1,83 @@
+"""What a shim module does with the names that it does not serve.
+
+Each shim module declares what it serves in `__all__`, what it does not in `NOT_SERVED`, and takes its `__getattr__`
+from here:
+
+    __all__ = ["FusedAdam"]
+    NOT_SERVED = {"DistributedFusedAdam": ("use torch's FSDP2 with fusestep.optim.FusedAdam", False)}
+    __getattr__ = module_getattr(__name__, NOT_SERVED)
+
+Entries may be classes, functions or submodules. Importing one, by either form of the statement, is an ImportError whose
+sentence names it, what to use instead, and whether it is planned; `hasattr` says False.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import FrameType
+from typing import Any
+
+from fusestep.compat.report import not_served, sentence
+
+#: For each name: what to use instead, and whether it is planned.
+NotServed = Mapping[str, tuple[str, bool]]
+
+#: What the modules that were imported do not serve, by their names.
+_tables: dict[str, NotServed] = {}
+
+
+def module_getattr(module: str, table: NotServed, submodules: tuple[str, ...] = ()) -> Callable[[str], Any]:
+    """The `__getattr__` of a shim module; also makes imports of the submodules in its table raise.
+
+    Args:
+        module: the module's name, `__name__`.
+        table: its NOT_SERVED.
+        submodules: imported when first asked for as attributes.
+    """
+    _tables[module] = table
+    if _Refusal not in sys.meta_path:
+        # Last, so that it is asked only about what nobody else has.
+        sys.meta_path.append(_Refusal)
+
+    def getattribute(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{module}.{name}")
+        full = f"{module}.{name}"
+        if name not in table:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}, or none that fusestep knows of")
+        instead, planned = table[name]
+        if _is_import(sys._getframe(1)):
+            raise not_served(full, instead, planned, ImportError)
+        # A question, as hasattr asks it, is not a use.
+        raise AttributeError(sentence(full, instead, planned), name=name)
+
+    return getattribute
+
+
+def forget() -> None:
+    """Take the refusal of submodules away, as `uninstall_shims` does."""
+    _tables.clear()
+    if _Refusal in sys.meta_path:
+        sys.meta_path.remove(_Refusal)
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Whether a frame is at `from … import name`, which would replace an AttributeError's words by its own."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+class _Refusal:
+    """A finder of modules that refuses, in words, those which the shims do not serve."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG003
+        parent, _, name = fullname.rpartition(".")
+        entry = _tables.get(parent, {}).get(name)
+        if entry is not None:
+            # Without the module's name in it: with it, `from package import module` would pass over the exception.
+            raise not_served(fullname, *entry, ModuleNotFoundError)
+        return None
