@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fusestep.language import interpreted, tl, triton
-from fusestep.ops.fp8_cast import fp8_code, fp8_words
+from fusestep.ops.fp8_cast import fp8_code, fp8_words, scaled_values
 
 
 @triton.jit
@@ -15,9 +15,9 @@ def _first_column_kernel(x_ptr, bytes_ptr, words_ptr, E4M3: tl.constexpr):
     """Cast one column of a tile: all else are zeros, which the compiler knows to be one pair."""
     row, column = tl.arange(0, 32)[:, None], tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row + column, mask=column < 1, other=0.0)
-    tl.store(bytes_ptr + row * 128 + column, fp8_code(x * 3.0, E4M3, True))
+    tl.store(bytes_ptr + row * 128 + column, fp8_code(scaled_values(x, 3.0), E4M3, True))
     word = tl.arange(0, 32)[None, :]
-    tl.store(words_ptr + row * 32 + word, fp8_words(x * 5.0, E4M3, True))
+    tl.store(words_ptr + row * 32 + word, fp8_words(scaled_values(x, 5.0), E4M3, True))
 
 
 @pytest.mark.parametrize("e4m3", [True, False])

@@ -233,6 +233,15 @@ def test_kernels_read_and_raise_the_slot(width: int) -> None:
 
 
 def check_unusual(device: torch.device, width: int) -> None:
+    # An output that is infinite becomes NaN.
+    weight = torch.ones(width, device=device)
+    weight[7] = float("inf")
+    quantized, _, _ = norm_quantize(
+        torch.randn(5, width, device=device), None, weight, None, EPS, False, slots_of(device, E4M3, 2.0), 1, E4M3
+    )
+    assert quantized.data is not None
+    assert quantized.data.view(torch.uint8)[:5, 7].tolist() == [0x7F] * 5
+    assert int(quantized.data.float().isnan().sum()) == 5
     # Rows of padding stay zero whatever the bias; a row with NaN is NaN, its neighbours are not.
     x = torch.randn(5, width, device=device)
     x[3, 2] = float("nan")

@@ -256,6 +256,27 @@ def test_a_skipped_step_leaves_weight_and_copies(place: torch.device, recipe: Re
     same(current_copy(weight), bytes_before)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")  # infinity times zero
+@pytest.mark.parametrize("recipe", [DELAYED, Float8CurrentScaling(), Float8BlockScaling()])
+def test_an_infinite_weight_is_nan_in_its_copies(place: torch.device, recipe: Recipe) -> None:
+    weight = parameter(20, 48, place)
+    with torch.no_grad():
+        weight[3, 5] = math.inf
+    ask(weight, recipe)
+    optimizer = FusedAdam([weight], lr=0.03, max_grad_norm=1.0)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, math.inf)
+        optimizer.step()
+    copies = copies_of(weight)
+    assert copies is not None
+    assert copies.quantized is not None
+    for data in (copies.quantized.data, copies.quantized.transposed):
+        assert data is not None
+        found = data if data.shape[1] == 48 else data.t()
+        assert int(found.view(torch.uint8)[3, 5]) == 0x7F
+        assert int(found.float().isnan().sum()) == 1
+
+
 def test_a_skipped_step_never_passes_stale_copies_for_current(place: torch.device) -> None:
     weight = parameter(20, 48, place)
     ask(weight, Float8CurrentScaling())

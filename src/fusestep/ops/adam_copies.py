@@ -40,7 +40,14 @@ from fusestep.ops.adam_kernel import (
     _update,
 )
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
-from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, scale_from_amax
+from fusestep.ops.fp8_cast import (
+    fp8_code,
+    has_fp8_cast,
+    magnitude_bits,
+    raise_amax_bits,
+    scale_from_amax,
+    scaled_values,
+)
 from fusestep.ops.launch import launch
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.registry import Compilation
@@ -158,7 +165,7 @@ def _store_copies(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of weights, and store its bytes both ways."""
-    code = fp8_code(w * scale, E4M3, HARDWARE_CAST)
+    code = fp8_code(scaled_values(w, scale), E4M3, HARDWARE_CAST)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     data = tl.load(rows + tensors * DATA + tensor).to(tl.pointer_type(tl.uint8))

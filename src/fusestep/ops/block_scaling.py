@@ -10,8 +10,8 @@ of the format, 448 (E4M3) or 57344 (E5M2), and the block's amax = max |x|:
     (1, 32)                 scale = 2^(127 − e), e the biased exponent of amax / largest rounded up: 0 for 0, 254 for an
                             infinity, 255 for NaN, whose block is NaN; e itself is stored, as E8M0
 
-x · scale is formed in fp32. Infinities saturate, NaN stays NaN. The last block of a row or column may be partial: its
-scale comes from the elements that are there.
+x · scale is formed in fp32. Finite values saturate, NaN stays NaN, and an infinity becomes NaN. The last block of a
+row or column may be partial: its scale comes from the elements that are there.
 
 A product sums over the last dimension of both its operands, and blocks run along it. So x (rows, columns) has two
 forms: `data`, in blocks along its rows, and `transposed`, in blocks along its columns, both cast from x itself. Blocks

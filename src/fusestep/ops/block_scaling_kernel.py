@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusestep.language import tl, triton
-from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits
+from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits, scaled_values
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
@@ -135,7 +135,7 @@ def quantize_blocks_kernel(
             else:
                 scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
             scale = tl.reshape(tl.broadcast_to(scale, [HEIGHT, PARTS, WIDTH]), [HEIGHT, 128])
-            code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
+            code = fp8_code(scaled_values(x, scale), E4M3, HARDWARE_CAST)
             _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
             row = top + start + tl.arange(0, HEIGHT)[:, None, None]
             block = column_tile * PARTS + tl.arange(0, PARTS)[None, :, None]
@@ -165,7 +165,7 @@ def quantize_blocks_kernel(
                 block = (top + start) // WIDTH
                 end = tl.where(top + start < rows, padded_columns, 0)
                 tl.store(transposed_scales_ptr + block * padded_columns + place, stored, mask=place < end)
-            code = fp8_code(x * scale, E4M3, HARDWARE_CAST)
+            code = fp8_code(scaled_values(x, scale), E4M3, HARDWARE_CAST)
             if data_ptr is not None and SQUARE:
                 _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
             if transposed_ptr is not None:

@@ -43,7 +43,8 @@ def quantize_blocks_reference(
     else:
         scale = block_scale(amax, largest, power_of_two)
         scale_inv = 1.0 / scale
-    q = (blocks * scale[:, None, :, None]).reshape(whole.shape)[: data_shape[0], : data_shape[1]]
+    # An infinity becomes NaN, which FP8 can tell.
+    q = (blocks * scale[:, None, :, None] + blocks * 0).reshape(whole.shape)[: data_shape[0], : data_shape[1]]
     data = q.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill(q.isnan(), NAN_BYTE)
     # Scales of blocks that hold padding alone are 1; a product must not meet anything else there.
     more = (0, scales_shape[1] - column_blocks, 0, scales_shape[0] - row_blocks)

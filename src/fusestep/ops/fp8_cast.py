@@ -23,7 +23,7 @@ _PAIRS = (
     "{{ .reg .b16 a, b; .reg .b32 c, d; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; "
     "cvt.u32.u16 c, a; cvt.u32.u16 d, b; shl.b32 d, d, 16; or.b32 $0, c, d; }}"
 )
-#: Four fp32 to the bytes of one word; the instruction saturates, infinities too.
+#: Four fp32 to the bytes of one word; the instruction saturates, infinities too, so that `scaled_values` leaves none.
 _E4M3_WORD = tl.constexpr(_PAIRS.format("e4m3x2"))
 _E5M2_WORD = tl.constexpr(_PAIRS.format("e5m2x2"))
 
@@ -77,8 +77,18 @@ def raise_amax_bits(slots_ptr, index, bits):
 
 
 @triton.jit
+def scaled_values(values, scale):
+    """values · scale in fp32, as it is cast: NaN where the value is infinite. What overflows in the product saturates.
+
+    One multiply-add more; the sign of zero stays, since both products have it.
+    """
+    return values * scale + values * 0.0
+
+
+@triton.jit
 def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """The bytes (uint8) of fp32 values in E4M3, else E5M2: saturated, rounded to nearest, ties to even; NaN is 0x7F."""
+    """The bytes (uint8) of fp32 values, which are `scaled_values`, in E4M3, else E5M2: saturated, rounded to nearest, ties to
+    even; NaN is 0x7F."""
     if HARDWARE_CAST:
         code = tl.inline_asm_elementwise(
             _E4M3_WORD if E4M3 else _E5M2_WORD,

@@ -16,7 +16,15 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops import norm_forward
-from fusestep.ops.fp8_cast import count_cast, fp8_code, has_fp8_cast, magnitude_bits, raise_amax_bits, slot_scale
+from fusestep.ops.fp8_cast import (
+    count_cast,
+    fp8_code,
+    has_fp8_cast,
+    magnitude_bits,
+    raise_amax_bits,
+    scaled_values,
+    slot_scale,
+)
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_forward import load_columns, load_sum, normalised_tile, row_statistics, store_statistics
 from fusestep.ops.quantized import PAD
@@ -104,11 +112,11 @@ def _norm_quantize_kernel(
         if y_ptr is not None:
             tl.store(y_ptr + row * WIDTH + column, y, mask=mask)
         if data_ptr is not None:
-            scaled = y * scale
-            code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+            product = scaled_values(y, scale)
+            code = fp8_code(product, E4M3, HARDWARE_CAST)
             tl.store(data_ptr + row * OUT_WIDTH + column, code, mask=(row < out_rows) & (column < OUT_WIDTH))
             if counts_ptr is not None:
-                count_cast(counts_ptr, index, y, scaled, E4M3)
+                count_cast(counts_ptr, index, y, product, E4M3)
     if RECORD:
         if data_ptr is not None:
             # A slot without a scale has its amax already, which other programs are taking their scale from.
@@ -178,11 +186,11 @@ def _norm_quantize_wide_kernel(
             if y_ptr is not None:
                 tl.store(y_ptr + row * WIDTH + column, y, mask=inside)
             if data_ptr is not None:
-                scaled = y * scale
-                code = fp8_code(scaled, E4M3, HARDWARE_CAST)
+                product = scaled_values(y, scale)
+                code = fp8_code(product, E4M3, HARDWARE_CAST)
                 tl.store(data_ptr + out_row * OUT_WIDTH + column, code, mask=column < OUT_WIDTH)
                 if counts_ptr is not None:
-                    count_cast(counts_ptr, index, y, scaled, E4M3)
+                    count_cast(counts_ptr, index, y, product, E4M3)
     if RECORD:
         if data_ptr is not None:
             largest = tl.where(has_scale, largest, 0)

@@ -2,7 +2,7 @@
 
     q = cast(saturate(x · scale)),   read as q · scale_inv,   scale_inv = 1 / scale
 
-x · scale is formed in fp32, saturates at the format's largest value (infinities too; NaN becomes the byte 0x7F) and
+x · scale is formed in fp32, saturates at the format's largest value (infinities and NaN become the byte 0x7F) and
 is rounded to nearest, ties to even. x is a matrix, the activation of one, or the gradient of an activation's input.
 
 The scale belongs to a *slot*, a row of `slots` (see roll_scales.py) on the device. A slot that has a scale is used as

@@ -22,6 +22,7 @@ from fusestep.ops.fp8_cast import (
     has_fp8_type,
     magnitude_bits,
     raise_amax_bits,
+    scaled_values,
     slot_scale,
     transposed_words,
 )
@@ -94,10 +95,10 @@ def _amax_kernel(
 @triton.jit
 def _cast_rows(values, scale, counts_ptr, index, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     """The words of one row in four of a tile."""
-    scaled = values * scale
+    product = scaled_values(values, scale)
     if counts_ptr is not None:
-        count_cast(counts_ptr, index, values, scaled, E4M3)
-    return fp8_words(scaled, E4M3, HARDWARE_CAST)
+        count_cast(counts_ptr, index, values, product, E4M3)
+    return fp8_words(product, E4M3, HARDWARE_CAST)
 
 
 @triton.jit

@@ -51,7 +51,8 @@ def quantize_reference(
     seen = torch.maximum(slot[AMAX], amax_reference(values))  # NaN wins
     scale = torch.where(known != 0, known, scale_from_amax_reference(seen, dtype, margin, power_of_two))
     slot[AMAX] = seen if record else torch.where(known != 0, slot[AMAX], seen)
-    scaled = values * scale
+    # An infinity becomes NaN, which FP8 can tell.
+    scaled = values * scale + values * 0
     largest = torch.finfo(dtype).max
     # One NaN, whatever the sign of one that comes, as the hardware has it.
     q = torch.where(scaled.isnan(), torch.nan, scaled.clamp(-largest, largest)).to(dtype)
