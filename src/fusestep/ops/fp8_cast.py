@@ -87,8 +87,7 @@ def scaled_values(values, scale):
 
 @triton.jit
 def fp8_code(scaled, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
-    """The bytes (uint8) of fp32 values, which are `scaled_values`, in E4M3, else E5M2: saturated, rounded to nearest, ties to
-    even; NaN is 0x7F."""
+    """The bytes (uint8) of `scaled_values` in E4M3, else E5M2: saturated, to nearest, ties to even; NaN is 0x7F."""
     if HARDWARE_CAST:
         code = tl.inline_asm_elementwise(
             _E4M3_WORD if E4M3 else _E5M2_WORD,
