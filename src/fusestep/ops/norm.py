@@ -250,18 +250,22 @@ def normalise(
     eps: float | None,
     residual: Tensor | None,
     memory_efficient: bool,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Check the arguments, choose the output's dtype, and run; see layer_norm.layer_norm and rms_norm.rms_norm."""
+    """Check the arguments, choose the output's dtype, and run; see layer_norm.layer_norm and rms_norm.rms_norm.
+
+    `dtype` is that of y where the caller knows better than torch's rule: a norm of another library has its own.
+    """
     shape = tuple(normalized_shape)
     tensors = (x, residual, weight, bias)
     compiling = torch.compiler.is_compiling()
     if compiling:  # dynamo has no use for what is kept between calls
-        call = _checked(centred, who, shape, eps, *tensors)
+        call = _checked(centred, who, shape, eps, dtype, *tensors)
     else:
         described = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        key = (centred, who, shape, eps, torch.is_autocast_enabled("cuda"), *described)
+        key = (centred, who, shape, eps, dtype, torch.is_autocast_enabled("cuda"), *described)
         known = _calls.get(key)
-        call = keep(_calls, key, _checked(centred, who, shape, eps, *tensors)) if known is None else known
+        call = keep(_calls, key, _checked(centred, who, shape, eps, dtype, *tensors)) if known is None else known
         # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
         if torch._C._are_functorch_transforms_active():
             if uses_triton(centred, x.device, computing_dtype(*tensors)):
@@ -290,6 +294,7 @@ def _checked(
     who: str,
     shape: tuple[int, ...],
     eps: float | None,
+    output_dtype: torch.dtype | None,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -315,7 +320,9 @@ def _checked(
         if other.device != x.device:
             raise UserError(f"{who}: {name} is on {other.device} and x on {x.device}; move them to one device.")
     dtype = x.dtype if residual is None else sum_dtype(x, residual)
-    if x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
+    if output_dtype is not None:
+        dtype = output_dtype
+    elif x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32
     if eps is None:
         eps = torch.finfo(computing_dtype(x, residual, weight, None)).eps
