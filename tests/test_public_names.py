@@ -15,7 +15,7 @@ FUNCTIONS = ["doctor", "explain"]
 
 def test_all_is_sorted_and_whole() -> None:
     assert fusestep.__all__ == sorted(fusestep.__all__)
-    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "__version__", "refresh"}
+    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "TrainStep", "__version__", "refresh"}
     assert dir(fusestep) == fusestep.__all__
 
 
@@ -26,8 +26,9 @@ def test_parts_are_reached_as_attributes(name: str) -> None:
     assert part.__name__ == f"fusestep.{name}"
 
 
-def test_refresh_is_reached_as_an_attribute() -> None:
+def test_others_are_reached_as_attributes() -> None:
     assert fusestep.refresh.__module__ == "fusestep.fp8.copies"
+    assert fusestep.TrainStep.__module__ == "fusestep.graph"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

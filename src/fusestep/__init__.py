@@ -11,14 +11,16 @@ from fusestep.explain import explain
 
 if TYPE_CHECKING:
     from fusestep import data, fp8, models, nn, optim
+    from fusestep.compat import install_shims, uninstall_shims
     from fusestep.fp8.copies import refresh
+    from fusestep.graph import TrainStep
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "data", "doctor", "explain", "fp8", "models", "nn", "optim", "refresh"]
+__all__ = ["TrainStep", "__version__", "data", "doctor", "explain", "fp8", "models", "nn", "optim", "refresh"]
 
-#: Functions that are reached from here, and the modules that they are in.
-_FUNCTIONS = {"refresh": "fusestep.fp8.copies"}
+#: Functions and classes that are reached from here, and the modules that they are in.
+_FUNCTIONS = {"TrainStep": "fusestep.graph", "refresh": "fusestep.fp8.copies"}
 
 
 def __getattr__(name: str) -> Any:

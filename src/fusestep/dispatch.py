@@ -190,23 +190,36 @@ def announce(op: str, reason: str, implementation: Implementation = "torch") -> 
         implementation: what it falls back to, "torch" or "emulated".
     Raises: StrictFallbackError in strict mode.
     """
-    if strict():
-        if implementation == "emulated":
-            raise StrictFallbackError(
-                f"{op} cannot multiply in FP8 natively: {reason}; unset FUSESTEP_STRICT to emulate FP8, or train "
-                "in bf16."
-            )
-        raise StrictFallbackError(
-            f"{op} cannot run its Triton kernel: {reason}; unset FUSESTEP_STRICT to run the PyTorch reference instead."
+    if implementation == "emulated":
+        says, cannot, mend = (
+            "emulates FP8, with the same quantised numbers and no gain in speed",
+            "cannot multiply in FP8 natively",
+            "to emulate FP8, or train in bf16",
         )
+    else:
+        says, cannot, mend = (
+            "runs as its PyTorch reference, as does every op that meets the same",
+            "cannot run its Triton kernel",
+            "to run the PyTorch reference instead",
+        )
+    announce_fallback(op, says, reason, cannot, mend)
+
+
+def announce_fallback(who: str, says: str, reason: str, cannot: str, mend: str) -> None:
+    """Say once per reason that something is less than what was hoped for, or refuse with FUSESTEP_STRICT=1.
+
+    Args:
+        who, says: the warning is "{who} {says}: {reason}".
+        cannot, mend: the refusal is "{who} {cannot}: {reason}; unset FUSESTEP_STRICT {mend}."
+    Raises: StrictFallbackError in strict mode.
+    """
+    if strict():
+        raise StrictFallbackError(f"{who} {cannot}: {reason}; unset FUSESTEP_STRICT {mend}.")
     with _lock:
         if reason in _announced:
             return
         _announced.add(reason)
-    if implementation == "emulated":
-        logger.warning("%s emulates FP8, with the same quantised numbers and no gain in speed: %s", op, reason)
-    else:
-        logger.warning("%s runs as its PyTorch reference, as does every op that meets the same: %s", op, reason)
+    logger.warning("%s %s: %s", who, says, reason)
 
 
 def decided() -> dict[str, frozenset[Choice]]:

@@ -1,0 +1,395 @@
+"""TrainStep: forward, backward, clip and optimizer as one CUDA graph.
+
+A small model's step is bound by the host, which cannot launch its kernels as fast as the GPU runs them. A CUDA graph
+holds all launches of a step and starts them at once. What has to be right for that, and is done here:
+
+1. The first steps of each batch shape run one launch at a time (on a stream of their own, as torch asks), so that
+   everything which is chosen or allocated once has been. They are steps of the training like any other.
+2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
+   on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
+3. What the graph has baked in is compared before each replay: parameters and buffers (which, where, trained or not),
+   training flags, the optimizer's options and state. Where it changed, the graphs are dropped and the step warms up
+   and captures anew. A learning rate may change freely: it lies on the device.
+4. Where a graph cannot be had (no GPU, an optimizer that waits for the device, code of the user's that does) the same
+   step runs one launch at a time, which is announced with the reason.
+
+Graphs of several batch shapes share one pool of memory, since one replays at a time.
+
+Source: PyTorch documentation, "CUDA Graphs" (whole-network capture).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep import dispatch, hardware
+from fusestep.errors import UserError
+from fusestep.fp8.context import fp8_autocast
+from fusestep.fp8.copies import copies_of
+from fusestep.fp8.recipes import Recipe
+from fusestep.nn.fp8_module import FP8Module
+from fusestep.optim import FusedAdam
+
+logger = logging.getLogger("fusestep")
+
+#: Steps that run one launch at a time before a shape's first capture, and before one after something had changed.
+WARM_UP, WARM_UP_AGAIN = 3, 1
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one capture cost.
+
+    Attributes: batch: the shapes of the batch's tensors; seconds: of the host, the warm-up left out; memory: bytes
+        that the graphs' pool grew by.
+    """
+
+    batch: tuple[tuple[int, ...], ...]
+    seconds: float
+    memory: int
+
+
+@dataclass
+class _Shape:
+    """What is kept for a kind of batch: steps until its capture, then the graph and the tensors it reads and writes."""
+
+    warm_up: int
+    inputs: list[Tensor] = field(default_factory=list)
+    graph: torch.cuda.CUDAGraph | None = None
+    loss: Tensor | None = None
+
+
+class TrainStep:
+    """One step of training as one CUDA graph.
+
+        step = TrainStep(model, lambda model, x, y: F.cross_entropy(model(x), y), optimizer)
+        for x, y in batches:
+            loss = step(x, y)
+
+    A call takes a whole step: forward, backward, the optimizer's step (unscaling, clipping and skipping with it) and
+    zero_grad. It gives the losses and weights of the same calls made one by one; with
+    torch.use_deterministic_algorithms(True) to the bit. Random numbers (dropout) go on from step to step.
+
+    Args:
+        model: lies on one device.
+        loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
+            must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
+            no graph can hold.
+        optimizer: FusedAdam (made `capturable` if it is not), or any whose step does not wait for the device:
+            torch.optim.AdamW(capturable=True) and the like. Its gradients are None after a call.
+        autocast: the dtype of torch.autocast around loss_fn, None for none.
+        fp8_recipe: of fusestep.fp8.fp8_autocast around loss_fn, None for none. loss_fn may have regions of its own.
+        scaler: a torch.amp.GradScaler. One that is enabled needs an optimizer which unscales by itself (FusedAdam).
+        accumulate: micro-batches a step. The tensors of a batch are cut along dimension 0 into as many parts, the loss
+            is the mean of theirs.
+        before: called first in each step, as part of the graph, for example to write a learning rate that follows
+            `optimizer.applied_steps` on the device.
+        max_graphs: batch shapes whose graphs are kept; the one that was not used for longest makes room.
+        capture: False runs every step one launch at a time, which is useful to compare with.
+
+    Attributes:
+        captures: what each capture cost, in their order.
+        fallback: why steps run one launch at a time, or None.
+
+    Raises: UserError for options out of range, models on several devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        autocast: torch.dtype | None = None,
+        fp8_recipe: Recipe | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        accumulate: int = 1,
+        before: Callable[[], object] | None = None,
+        max_graphs: int = 8,
+        capture: bool = True,
+    ) -> None:
+        for name, number in (("accumulate", accumulate), ("max_graphs", max_graphs)):
+            if not isinstance(number, int) or number < 1:
+                raise UserError(f"TrainStep: {name} is {number!r}; pass a whole number of at least 1.")
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.fp8_recipe = fp8_recipe
+        self.scaler = scaler
+        self.accumulate = accumulate
+        self.before = before
+        self.max_graphs = max_graphs
+        self.captures: list[Capture] = []
+        self.fallback: str | None = None
+        self.device = _device_of(model)
+        self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
+        self._known: list[Any] = []
+        self._options: list[Any] = []
+        self._rates: list[Any] = []
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._is_wanted = capture
+        if capture:
+            self._prepare()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Take a step.
+
+        Args:
+            batch: what loss_fn takes after the model. Tensors may lie on the host (pinned ones are copied without
+                waiting) or on the model's device; anything else must be hashable and is part of the graph.
+        Returns: the loss, 0-d, on the model's device, without a gradient.
+        Raises: UserError for a loss of several elements, and batches that cannot be cut into micro-batches.
+        """
+        batch = tuple(self._moved(part) for part in batch)
+        if not self._is_wanted or self.fallback is not None:
+            return self._eager(batch)
+        self._compare()
+        key = tuple(_kind(part) for part in batch)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(WARM_UP)
+            while len(self._shapes) > self.max_graphs:
+                self._shapes.popitem(last=False)
+        self._shapes.move_to_end(key)
+        if shape.warm_up > 0 or not self._copies_are_current():
+            shape.warm_up -= 1
+            return self._aside(batch)
+        if shape.graph is None:
+            is_first = not self._has_graphs()
+            self._capture(shape, batch)
+            if shape.graph is None:
+                return self._eager(batch)
+            if is_first:
+                self._remember()
+        for static, part in zip(shape.inputs, _tensors(batch), strict=True):
+            static.copy_(part, non_blocking=True)
+        shape.graph.replay()
+        assert shape.loss is not None
+        return shape.loss.clone()
+
+    def reset(self) -> None:
+        """Drop the graphs and their memory; the next calls warm up and capture anew."""
+        self._shapes.clear()
+        self._pool = None
+
+    # One step
+
+    def _eager(self, batch: tuple[Any, ...]) -> Tensor:
+        if self.before is not None:
+            self.before()
+        total: Tensor | None = None
+        with ExitStack() as regions:
+            if self.fp8_recipe is not None:  # one region a step, so that micro-batches share their scales
+                regions.enter_context(fp8_autocast(recipe=self.fp8_recipe))
+            for part in self._micro_batches(batch):
+                with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                    loss = self.loss_fn(self.model, *part)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+                    raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
+                loss = loss.reshape(()) if self.accumulate == 1 else loss.reshape(()) / self.accumulate
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        if any(isinstance(module, FP8Module) for module in self.model.modules()):
+            # What the step recorded enters the histories before the optimizer casts the new weights with the scales.
+            with fp8_autocast(recipe=self.fp8_recipe):
+                pass
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        assert total is not None
+        return total
+
+    def _micro_batches(self, batch: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
+        if self.accumulate == 1:
+            return [batch]
+        for part in _tensors(batch):
+            if not part.dim() or part.shape[0] % self.accumulate:
+                raise UserError(
+                    f"TrainStep: a batch has a tensor of shape {tuple(part.shape)}, which {self.accumulate} micro-"
+                    "batches do not divide; pass batches whose dimension 0 is a multiple of accumulate."
+                )
+        parts = [p.chunk(self.accumulate) if isinstance(p, Tensor) else (p,) * self.accumulate for p in batch]
+        return zip(*parts, strict=True)
+
+    def _moved(self, part: Any) -> Any:
+        return part.to(self.device, non_blocking=True) if isinstance(part, Tensor) else part
+
+    # Graphs
+
+    def _prepare(self) -> None:
+        """Find out at once what would be found out late."""
+        reason: str | None = None
+        if self.device.type != "cuda":
+            reason = f"CUDA graphs run on CUDA devices, the model is on {self.device.type}"
+        elif not hardware.cuda_support().ok:
+            reason = hardware.cuda_support().reason
+        elif isinstance(self.optimizer, FusedAdam):
+            self.optimizer.capturable = True
+            for group in (self.optimizer.defaults, *self.optimizer.param_groups):
+                group["capturable"] = True
+        elif not all(group.get("capturable", True) for group in self.optimizer.param_groups):
+            reason = f"{type(self.optimizer).__name__} was built with capturable=False; pass capturable=True"
+        if reason is not None:
+            self._fall_back(reason)
+            return
+        for group in self.optimizer.param_groups:
+            if "capturable" in group and not isinstance(group["lr"], Tensor):  # the graph reads it where it lies
+                group["lr"] = torch.full((), float(group["lr"]), device=self.device)
+        self._stream = torch.cuda.Stream(self.device)
+
+    def _fall_back(self, reason: str) -> None:
+        self.reset()
+        self.fallback = reason
+        dispatch.announce_fallback(
+            "TrainStep", "runs one launch at a time", reason, "cannot capture the step", "to run one launch at a time"
+        )
+
+    def _aside(self, batch: tuple[Any, ...]) -> Tensor:
+        """A step on the stream that will capture, as torch asks of the steps before."""
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            loss = self._eager(batch)
+        current.wait_stream(self._stream)
+        for tensor in (loss, *_tensors(batch)):
+            tensor.record_stream(current if tensor is loss else self._stream)
+        return loss
+
+    def _capture(self, shape: _Shape, batch: tuple[Any, ...]) -> None:
+        """Capture a step of this kind of batch; leaves shape.graph at None, announced, where that cannot be done."""
+        before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        inputs = [part.clone() for part in _tensors(batch)]
+        places = iter(inputs)
+        static = tuple(next(places) if isinstance(part, Tensor) else part for part in batch)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        state = generator.get_state()
+        try:
+            # thread_local: a loader's thread that pins memory meanwhile is no part of this.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                loss = self._eager(static)
+        except (RuntimeError, UserError) as error:
+            generator.set_state(state)
+            self.optimizer.zero_grad()
+            del graph
+            self._fall_back(
+                f"the step cannot be captured ({hardware.first_line(error)}); keep loss_fn and the optimizer from "
+                "looking at values, or pass capture=False"
+            )
+            return
+        shape.inputs, shape.graph, shape.loss = inputs, graph, loss
+        grown = torch.cuda.memory_reserved(self.device) - reserved
+        cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
+        self.captures.append(cost)
+        logger.info(
+            "TrainStep captured a step of batch %s in %.2f s; its memory is %.0f MB",
+            " and ".join(str(one) for one in cost.batch),
+            cost.seconds,
+            cost.memory / 1e6,
+        )
+
+    # What a graph has baked in
+
+    def _has_graphs(self) -> bool:
+        return any(shape.graph is not None for shape in self._shapes.values())
+
+    def _compare(self) -> None:
+        """Drop the graphs if anything changed that they hold."""
+        if not self._has_graphs():
+            return
+        self._keep_learning_rates()
+        found = self._identities()
+        if len(found) == len(self._known) and all(map(is_, found, self._known)) and self._numbers() == self._options:
+            return
+        logger.info("TrainStep: the model or the optimizer changed, so the step is captured anew")
+        for shape in self._shapes.values():
+            shape.graph = shape.loss = None
+            shape.warm_up = WARM_UP_AGAIN
+        self._pool = None
+
+    def _remember(self) -> None:
+        self._known, self._options = self._identities(), self._numbers()
+        self._rates = [group.get("lr") for group in self.optimizer.param_groups]
+
+    def _keep_learning_rates(self) -> None:
+        """A number that someone put in the place of the tensor which the graph reads goes into that tensor."""
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            given = group.get("lr")
+            if isinstance(rate, Tensor) and given is not rate:
+                rate.copy_(torch.as_tensor(given), non_blocking=True)
+                group["lr"] = rate
+
+    def _identities(self) -> list[Any]:
+        """Objects that must still be the same ones."""
+        found: list[Any] = []
+        for module in self.model.modules():
+            found += module._parameters.values()
+            found += module._buffers.values()
+            found.append(module.training)
+        for state in self.optimizer.state.values():
+            found += state.values()
+        for group in self.optimizer.param_groups:
+            found += group["params"]
+        return found
+
+    def _numbers(self) -> list[Any]:
+        """Values that must still be equal: where parameters lie and whether they are trained, the options."""
+        found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self.model.parameters()]
+        found += [b.data_ptr() for b in self.model.buffers()]
+        states = [m.fp8_state for m in self.model.modules() if isinstance(m, FP8Module)]
+        found += [state.number for state in states if state is not None]
+        for group in self.optimizer.param_groups:
+            found.append([(name, value) for name, value in group.items() if name not in ("params", "lr")])
+            rate = group.get("lr")
+            found.append(rate.data_ptr() if isinstance(rate, Tensor) else rate)
+        return found
+
+    def _copies_are_current(self) -> bool:
+        """Whether the FP8 copies of weights, which the graph reads, are of the weights as they are.
+
+        They are not after a state was loaded: a step outside the graph casts the weights, and its optimizer writes the
+        copies anew, in the same memory.
+        """
+        for parameter in self.model.parameters():
+            copies = copies_of(parameter)
+            if copies is not None and copies.quantized is not None and not copies.is_current(parameter):
+                return False
+        return True
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UserError(f"TrainStep: the model's parameters lie on {names}; move it to one device.")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _tensors(batch: Iterable[Any]) -> list[Tensor]:
+    return [part for part in batch if isinstance(part, Tensor)]
+
+
+def _kind(part: Any) -> Any:
+    """What has to be equal for a graph to serve a part of a batch."""
+    if not isinstance(part, Tensor):
+        return part
+    return part.shape, part.dtype, part.stride(), part.requires_grad
