@@ -169,8 +169,8 @@ LAYERS = [
     {"ops"},
     {"fp8"},
     {"nn", "optim", "explain", "doctor"},
-    {"models", "data"},
-    {"train", "ladder"},
+    {"models", "data", "compat"},
+    {"train", "ladder", "run"},
     {"cli"},
 ]
 

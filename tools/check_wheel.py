@@ -18,6 +18,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Runs without any extra.
+DROP_IN = "import apex.optimizers, importlib.metadata; print(importlib.metadata.version('apex'))"
 LIBRARY = "import fusestep, fusestep.data, fusestep.models, fusestep.nn, fusestep.ops, fusestep.optim"
 
 
@@ -46,8 +48,10 @@ def check_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} | {"fusestep/py.typed"}
-    packed = {name for name in names if ".dist-info/" not in name}
+    # Among the sources are the metadata of the shims, by which pip takes apex and transformer_engine for installed.
+    files = [path for pattern in ("*.py", "shims/*.dist-info/*") for path in (ROOT / "src").rglob(pattern)]
+    sources = {str(path.relative_to(ROOT / "src")) for path in files} | {"fusestep/py.typed"}
+    packed = {name for name in names if ".dist-info/" not in name or "/shims/" in name}
     expect(packed == sources, f"the wheel and src/ differ in {sorted(packed ^ sources)}")
     expect(any(name.endswith("licenses/LICENSE") for name in names), "the wheel has no licence")
     expect("triton>=3.6; sys_platform == 'linux'" in metadata, "triton must be a requirement on Linux, and there alone")
@@ -70,6 +74,10 @@ def main() -> int:
         expect(Path(origin).is_relative_to(where), f"fusestep was imported from {origin}, not from the wheel")
         said = run([fusestep, "doctor"], where, status=2)
         expect("fusestep[cli]" in said, f"without its extra the program should name fusestep[cli]; it said: {said}")
+
+        (where / "drop_in.py").write_text(DROP_IN)
+        served = run([fusestep, "run", "drop_in.py"], where)
+        expect("0.1+fusestep" in served, f"the wheel's shims do not serve a script; it printed: {served}")
 
         run([*pip, f"{wheel}[all]"], where)
         run([fusestep, "--version"], where)

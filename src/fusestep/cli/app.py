@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "Continue prompts with a trained model.",
     "inspect": "Show the FP8 scales and amaxes of a run.",
     "ladder": "Measure what each speed-up buys, rung by rung.",
+    "run": "Run a script whose apex and transformer_engine are fusestep's.",
 }
 
 

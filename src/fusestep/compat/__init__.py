@@ -5,5 +5,11 @@ What is there translates arguments, layouts and state dicts, and uses fusestep's
 
 - `report`: which names were served, by what, and which were refused;
 - `names`: what a shim module does with names that it does not serve;
+- `install`: the shims on the path, and off it again;
+- `run`: the command;
 - `settings`: what `fusestep run` was asked for, in environment variables, so that subprocesses know it too.
 """
+
+from fusestep.compat.install import install_shims, uninstall_shims
+
+__all__ = ["install_shims", "uninstall_shims"]

@@ -1,0 +1,1 @@
+"""NVIDIA Apex's names, served by fusestep."""
