@@ -168,15 +168,15 @@ class TrainStep:
             return self._aside(batch)
         if shape.graph is None:
             is_first = not self._has_graphs()
-            self._capture(shape, batch)
-            if shape.graph is None:
+            if not self._capture(shape, batch):
                 return self._eager(batch)
             if is_first:
                 self._remember()
         for static, part in zip(shape.inputs, _tensors(batch), strict=True):
             static.copy_(part, non_blocking=True)
-        shape.graph.replay()
+        assert shape.graph is not None
         assert shape.loss is not None
+        shape.graph.replay()
         return shape.loss.clone()
 
     def reset(self) -> None:
@@ -272,8 +272,8 @@ class TrainStep:
             tensor.record_stream(current if tensor is loss else self._stream)
         return loss
 
-    def _capture(self, shape: _Shape, batch: tuple[Any, ...]) -> None:
-        """Capture a step of this kind of batch; leaves shape.graph at None, announced, where that cannot be done."""
+    def _capture(self, shape: _Shape, batch: tuple[Any, ...]) -> bool:
+        """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         inputs = [part.clone() for part in _tensors(batch)]
         places = iter(inputs)
@@ -295,7 +295,7 @@ class TrainStep:
                 f"the step cannot be captured ({hardware.first_line(error)}); keep loss_fn and the optimizer from "
                 "looking at values, or pass capture=False"
             )
-            return
+            return False
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
         cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
@@ -306,6 +306,7 @@ class TrainStep:
             cost.seconds,
             cost.memory / 1e6,
         )
+        return True
 
     # What a graph has baked in
 
