@@ -1,0 +1,419 @@
+"""What all our optimizers share: gathering gradients, plans of launches, loss scaling, graphs, states."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.fp8.tensor import Float8Tensor
+from fusestep.optim.loading import keep_lr_tensors, loaded_groups, loaded_state
+from fusestep.optim.options import HALVES, check_common, check_parameter
+from fusestep.optim.step_plan import Scaling, State, StepPlan
+from fusestep.optim.weight_copies import first_master
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A step for all parameters of a device and combination of dtypes in a fixed number of launches.
+
+    A class of ours says which state a parameter has, checks its own options and names its plan; see FusedAdam for what
+    all of them do about clipping, loss scaling, masters, graphs and states.
+
+    Args:
+        params: parameters, or groups of them.
+        defaults: the options of groups, `max_grad_norm` among them.
+        master_weights: keep fp32 copies of 16-bit parameters.
+        capturable: keep learning rates on the device.
+    """
+
+    #: Tells torch.amp.GradScaler to leave unscaling and skipping to `step`.
+    _step_supports_amp_scaling = True
+
+    #: Plans the launches of a step.
+    _plan_class: ClassVar[type[StepPlan]]
+    #: Keys of the state that has the parameter's shape.
+    _dense: ClassVar[tuple[str, ...]]
+    #: What a state may come from, and what to use for sparse gradients, for errors.
+    _kin: ClassVar[str]
+    _sparse: ClassVar[str] = "torch.optim.SparseAdam"
+    #: Attributes that a pickle keeps.
+    _kept: ClassVar[tuple[str, ...]] = ("master_weights", "capturable", "_has_warned", "_counters")
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, master_weights: bool, capturable: bool
+    ) -> None:
+        self.master_weights = master_weights
+        self.capturable = capturable
+        self._has_warned = False
+        self._forget()
+        defaults = {**defaults, "capturable": capturable}
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+        home = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        self._counters = torch.zeros(2, dtype=torch.int64, device=home)
+
+    @property
+    def _who(self) -> str:
+        return type(self).__name__
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Raises: UserError for options of a group that are out of range."""
+        check_common(self._who, options)
+
+    def _dense_states(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+        """The states of the parameter's shape that a group's options ask for."""
+        return self._dense
+
+    def _state_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Of the states: fp32, but float64 and complex parameters keep theirs."""
+        is_wide = parameter.is_complex() or parameter.dtype == torch.float64
+        return parameter.dtype if is_wide else torch.float32
+
+    def _forget(self) -> None:
+        """Drop what can be worked out again; never part of a pickle."""
+        self._plan: StepPlan | None = None
+        self._members: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._states: list[State] = []
+        self._captured_plans: list[StepPlan] = []
+        self._verdicts: dict[torch.device, Tensor] = {}
+
+    @property
+    def applied_steps(self) -> Tensor:
+        """0-d int64 on the device of the first parameter: calls of `step` that changed the parameters."""
+        return self._counters[0]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """0-d int64 on the device of the first parameter: calls of `step` that met gradients which were not finite."""
+        return self._counters[1]
+
+    @property
+    def last_grad_norm(self) -> Tensor:
+        """0-d fp32 on the device: the global norm of the last step's unscaled gradients, before clipping.
+
+        NaN until a norm was measured, which takes `max_grad_norm`. The next step overwrites it in place.
+        """
+        verdict = next(iter(self._verdicts.values()), None)
+        return torch.full((), math.nan, device=self._counters.device) if verdict is None else verdict[0]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also between steps; its parameters start at step 0.
+
+        Raises: UserError for options out of range, another max_grad_norm, and parameters that cannot be stepped.
+        """
+        if not isinstance(param_group, dict) or isinstance(param_group.get("params"), (set, type(None))):
+            super().add_param_group(param_group)  # raises, and says what is wanted
+            return
+        params = param_group["params"]
+        param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        options = {**self.defaults, **param_group}
+        self._check_options(options)
+        if self.param_groups and options["max_grad_norm"] != self.param_groups[0]["max_grad_norm"]:
+            raise UserError(
+                f"{self._who}: max_grad_norm is {options['max_grad_norm']} in group {len(self.param_groups)} and "
+                f"{self.param_groups[0]['max_grad_norm']} in group 0; the norm is taken over all groups, so pass one "
+                "value to the constructor."
+            )
+        first = sum(len(group["params"]) for group in self.param_groups)
+        parameters = [named[1] if isinstance(named, tuple) else named for named in param_group["params"]]
+        for number, parameter in enumerate(parameters, first):
+            check_parameter(self._who, parameter, number)
+            if isinstance(parameter, Float8Tensor) and not self.master_weights:
+                raise UserError(
+                    f"{self._who}: parameter {number} lives in FP8 only (fp8_model_init), whose steps need an fp32 "
+                    "master; pass master_weights=True."
+                )
+        super().add_param_group(param_group)
+        self._keep_lr_on_device()
+        if not self.master_weights and not self._has_warned and any(p.dtype in HALVES for p in parameters):
+            self._has_warned = True
+            warnings.warn(
+                f"{self._who}: there are 16-bit parameters and master_weights is False, so updates smaller than their "
+                "spacing are lost (a bf16 weight at 1.0 moves by 1/128 or not at all); pass master_weights=True to "
+                "keep fp32 copies.",
+                stacklevel=2,
+            )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every parameter that has a gradient. Never waits for a GPU whose kernels run.
+
+        Args:
+            closure: computes the loss and gradients; run once, first, with gradients enabled.
+        Returns: the closure's value.
+        Raises: RuntimeError for sparse gradients, UserError for what a CUDA graph cannot hold, both before anything
+            is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._list_members()
+        gradients, has_main = self._gather()
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if is_capturing:
+            self._check_capture(gradients)
+        if all(gradient is None for gradient in gradients):
+            return loss
+        max_norm = self._max_grad_norm()
+        scaling = self._scaling(has_main)
+        if scaling.is_active and has_main and max_norm is None:
+            # The scaler looked at .grad alone, so what is in main_grad has still to be looked at.
+            max_norm = math.inf
+        plan = self._plan_for(gradients, is_capturing)
+        plan.run(self.param_groups, gradients, self._counters, max_norm, scaling)
+        return loss
+
+    def _list_members(self) -> None:
+        """Keep the flat list of parameters in step with the groups, whoever changed them."""
+        members = [p for group in self.param_groups for p in group["params"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != self._sizes or not all(map(is_, members, self._members)):
+            self._members, self._sizes = members, sizes
+            self._plan = None
+
+    def _gather(self) -> tuple[list[Tensor | None], bool]:
+        """This step's gradients, None where missing, and whether any comes from main_grad."""
+        gradients: list[Tensor | None] = [parameter.grad for parameter in self._members]
+        has_main = False
+        for number, main in enumerate([getattr(parameter, "main_grad", None) for parameter in self._members]):
+            if isinstance(main, Tensor):
+                self._check_main_grad(main, number)
+                gradients[number] = main
+                has_main = True
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self._who}.step: the gradient of parameter {number} is sparse; use {self._sparse} for it, or "
+                    "build its embedding with sparse=False. Nothing was changed."
+                )
+        return gradients, has_main
+
+    def _check_main_grad(self, main: Tensor, number: int) -> None:
+        parameter = self._members[number]
+        if main.shape != parameter.shape or main.device != parameter.device:
+            raise UserError(
+                f"{self._who}.step: main_grad of parameter {number} is {tuple(main.shape)} on {main.device}, the "
+                f"parameter is {tuple(parameter.shape)} on {parameter.device}; give it the parameter's shape and "
+                "device. Nothing was changed."
+            )
+
+    def _max_grad_norm(self) -> float | None:
+        first: float | None = self.param_groups[0]["max_grad_norm"]
+        for number, group in enumerate(self.param_groups):
+            if group["max_grad_norm"] != first:
+                raise UserError(
+                    f"{self._who}.step: max_grad_norm is {group['max_grad_norm']} in group {number} and {first} in "
+                    "group 0; the norm is taken over all groups, so set one value in all. Nothing was changed."
+                )
+        return first
+
+    def _scaling(self, has_main: bool) -> Scaling:
+        """What torch.amp.GradScaler.step left on this object, if that is who called."""
+        scale, found_inf = (
+            value if isinstance(value, Tensor) else None
+            for value in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        )
+        if has_main and hasattr(self, "grad_scale") and scale is None:
+            raise UserError(
+                f"{self._who}.step: GradScaler.unscale_ was called, which does not reach the gradients in main_grad; "
+                "leave unscaling to scaler.step and clip with max_grad_norm. Nothing was changed."
+            )
+        return Scaling(scale, found_inf)
+
+    def _check_capture(self, gradients: list[Tensor | None]) -> None:
+        if not self.capturable:
+            raise UserError(
+                f"{self._who}.step: a CUDA graph is being captured, and with capturable=False the graph would keep "
+                "today's learning rate for ever; build the optimizer with capturable=True."
+            )
+        for number, (parameter, gradient) in enumerate(zip(self._members, gradients, strict=True)):
+            if gradient is None and parameter.requires_grad:
+                raise UserError(
+                    f"{self._who}.step: a CUDA graph is being captured and parameter {number} has no gradient, so no "
+                    "replay would ever step it; run backward before or within the capture, or call "
+                    "requires_grad_(False) on what is not trained."
+                )
+
+    def _plan_for(self, gradients: list[Tensor | None], is_capturing: bool) -> StepPlan:
+        plan = self._plan
+        if plan is not None and plan.is_captured and not is_capturing:
+            plan = None  # its tables belong to the graph now
+        if plan is not None and len(self._states) == len(self.state):
+            self._keep_lr_on_device()
+            is_same = all(map(is_, self.state.values(), self._states))
+            if is_same and plan.take(self.param_groups, gradients):
+                if is_capturing and not plan.is_captured:
+                    plan.is_captured = True
+                    self._captured_plans.append(plan)
+                return plan
+        if is_capturing:
+            raise UserError(
+                f"{self._who}.step: a CUDA graph is being captured and parameters, gradients or options are not those "
+                "of the last step before it; run one whole training step with them before each capture."
+            )
+        return self._new_plan(gradients)
+
+    def _new_plan(self, gradients: list[Tensor | None]) -> StepPlan:
+        self._keep_lr_on_device()
+        group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        for parameter, gradient, number in zip(self._members, gradients, group_of, strict=True):
+            if gradient is not None:
+                self._complete_state(parameter, self.param_groups[number])
+        home = self._members[0].device
+        if self._counters.device != home:
+            self._counters = self._counters.to(home)
+        self._plan = self._plan_class(
+            self.param_groups,
+            self._members,
+            group_of,
+            [self.state.get(p) for p in self._members],
+            gradients,
+            self._verdicts,
+            self.capturable,
+        )
+        self._states = list(self.state.values())
+        return self._plan
+
+    def _first_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        """What a dense state is before the first step."""
+        return torch.zeros_like(parameter, dtype=self._state_dtype(parameter), memory_format=torch.preserve_format)
+
+    def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Give a parameter the state that it lacks, and all of it the parameter's device and order of memory."""
+        state: State = self.state[parameter]
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        if not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(state["step"]))
+        dtype = self._state_dtype(parameter)
+        for key in self._dense_states(group):
+            if key not in state:
+                state[key] = self._first_state(parameter, group)
+            state[key] = _like(parameter, state[key], dtype)
+        if self._has_master(parameter):
+            # Made at the first step, not in the constructor: weights may be loaded in between.
+            master = state.get("master_param")
+            state["master_param"] = _like(
+                parameter, first_master(parameter) if master is None else master, torch.float32
+            )
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self.master_weights and (parameter.dtype in HALVES or isinstance(parameter, Float8Tensor))
+
+    def _keep_lr_on_device(self) -> None:
+        """Where graphs may be captured, turn learning rates into fp32 tensors, which schedulers change in place."""
+        for group in self.param_groups if self.capturable else ():
+            lr = group["lr"]
+            if group["params"] and not (isinstance(lr, Tensor) and lr.device == group["params"][0].device):
+                group["lr"] = torch.full((), float(lr), dtype=torch.float32, device=group["params"][0].device)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad` and `main_grad` of every parameter: to None, or to zeros."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                main: Tensor | None = getattr(parameter, "main_grad", None)
+                if main is not None:
+                    parameter.main_grad = None if set_to_none else main.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with `master_param` where there is one, and a count of applied and skipped steps.
+
+        `step` is a 0-d fp32 tensor on the host, as torch saves it; reading it waits for the device.
+        """
+        saved: dict[str, Any] = super().state_dict()
+        steps = {key: state["step"] for key, state in saved["state"].items() if isinstance(state.get("step"), Tensor)}
+        by_device: dict[torch.device, list[Any]] = {}
+        for key, step in steps.items():
+            by_device.setdefault(step.device, []).append(key)
+        saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
+        for keys in by_device.values():
+            # One transfer a device; a view of it would drag the whole along into a checkpoint.
+            for key, value in zip(keys, torch.stack([steps[key] for key in keys]).tolist(), strict=True):
+                saved["state"][key]["step"] = torch.tensor(value, dtype=torch.float32)
+        applied, skipped = self._counters.tolist()
+        saved["step_counts"] = {"applied": applied, "skipped": skipped}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of what its documentation names.
+
+        States take the dtypes that this class gives them, masters fp32; torch's own method would round both to the
+        parameter's dtype (pytorch#43706). A state without masters gets them from the parameters at the next step.
+
+        Raises: UserError, with nothing changed, if groups, sizes or kind of the state do not fit.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = state_dict["param_groups"]
+        groups = loaded_groups(self._who, self.param_groups, saved_groups, self.defaults, self._kin)
+        for group in groups:
+            self._check_options(group)
+        members = [p for group in self.param_groups for p in group["params"]]
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        keys = [(key, group.get("step")) for group in saved_groups for key in group["params"]]
+        state: dict[Tensor, State] = {}
+        for number, ((key, group_step), parameter) in enumerate(zip(keys, members, strict=True)):
+            saved = state_dict["state"].get(key)
+            if saved:
+                state[parameter] = self._loaded_state(saved, group_step, parameter, number, groups[group_of[number]])
+        counts = state_dict.get("step_counts")
+        if counts is None:
+            counts = {"applied": max((int(one["step"]) for one in state.values()), default=0), "skipped": 0}
+        keep_lr_tensors(self.param_groups, groups)
+        self.__setstate__({"param_groups": groups})
+        self.state.clear()
+        self.state.update(state)
+        self._counters.copy_(torch.tensor([counts["applied"], counts["skipped"]]))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded_state(
+        self,
+        saved: dict[str, Any],
+        group_step: Any,
+        parameter: Tensor,
+        number: int,
+        group: dict[str, Any],  # noqa: ARG002
+    ) -> State:
+        """One parameter's state as this class keeps it, from a saved one; `group_step` is Apex's."""
+        saved = {"step": group_step, **saved}
+        dtype, has_master = self._state_dtype(parameter), self._has_master(parameter)
+        return loaded_state(self._who, saved, parameter, number, self._dense, dtype, has_master, self._kin)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        super().__setstate__(state)
+
+
+def _like(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` itself where it has this dtype and lies as torch.empty_like(parameter) would, else a copy that does."""
+    model = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    strides = [stride for stride, size in zip(model.stride(), model.shape, strict=True) if size != 1]
+    found = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+    if (
+        value.dtype == dtype
+        and value.device == parameter.device
+        and (found == strides or not value.numel())
+        and value is not parameter
+    ):
+        return value
+    made = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    return made.copy_(value, non_blocking=made.device.type == "cuda")
