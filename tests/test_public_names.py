@@ -15,7 +15,8 @@ FUNCTIONS = ["doctor", "explain"]
 
 def test_all_is_sorted_and_whole() -> None:
     assert fusestep.__all__ == sorted(fusestep.__all__)
-    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, "TrainStep", "__version__", "refresh"}
+    shims = {"install_shims", "uninstall_shims"}
+    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, *shims, "TrainStep", "__version__", "refresh"}
     assert dir(fusestep) == fusestep.__all__
 
 

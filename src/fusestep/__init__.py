@@ -17,10 +17,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["TrainStep", "__version__", "data", "doctor", "explain", "fp8", "models", "nn", "optim", "refresh"]
+__all__ = [
+    "TrainStep",
+    "__version__",
+    "data",
+    "doctor",
+    "explain",
+    "fp8",
+    "install_shims",
+    "models",
+    "nn",
+    "optim",
+    "refresh",
+    "uninstall_shims",
+]
 
 #: Functions and classes that are reached from here, and the modules that they are in.
-_FUNCTIONS = {"TrainStep": "fusestep.graph", "refresh": "fusestep.fp8.copies"}
+_FUNCTIONS = {
+    "TrainStep": "fusestep.graph",
+    "install_shims": "fusestep.compat",
+    "refresh": "fusestep.fp8.copies",
+    "uninstall_shims": "fusestep.compat",
+}
 
 
 def __getattr__(name: str) -> Any:
