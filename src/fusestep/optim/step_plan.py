@@ -403,24 +403,26 @@ class StepPlan:
         plan.steps_before.copy_(plan.steps)
         is_counting = counters is not None and counters.device == plan.device
         for number, part in enumerate(plan.kernels):
-            shared = (
-                plan.hyper.tensor,
-                plan.steps_before,
-                plan.steps,
-                # Where another launch counts, any int64 memory will do.
-                counters if counters is not None and is_counting else part.table.rows,
-                plan.divisor if is_gated else None,
-                plan.skip if is_gated else None,
-                is_counting and number == 0,
-            )
-            copies = part.copies
-            if copies is None:
-                launch_adam(part.signature, part.table, *shared)
-                continue
-            if copies.slots is not None:
-                copies.slots[:, AMAX].zero_()
-            launch_adam_copies(part.signature, copies.signature, part.table, copies.tile_tensor, *shared)
+            # Where another launch counts, any int64 memory will do.
+            counted = counters if counters is not None and is_counting else part.table.rows
+            self._launch_part(plan, part, counted, is_gated, is_counting and number == 0)
         return is_counting
+
+    def _launch_part(
+        self, plan: DevicePlan, part: KernelPart, counters: Tensor, is_gated: bool, is_counting: bool
+    ) -> None:
+        """Update the parameters of one part; see `launch_adam`."""
+        assert plan.hyper is not None
+        assert plan.steps_before is not None
+        divisor, skip = (plan.divisor, plan.skip) if is_gated else (None, None)
+        shared = (plan.hyper.tensor, plan.steps_before, plan.steps, counters, divisor, skip, is_counting)
+        copies = part.copies
+        if copies is None:
+            launch_adam(part.signature, part.table, *shared)
+            return
+        if copies.slots is not None:
+            copies.slots[:, AMAX].zero_()
+        launch_adam_copies(part.signature, copies.signature, part.table, copies.tile_tensor, *shared)
 
     def _finish(self, parts: Sequence[KernelPart] | Sequence[ReferencePart], gradients: list[Tensor | None]) -> None:
         """After the update: what torch and the modules have to know of the parameters that were stepped.
