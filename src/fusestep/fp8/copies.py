@@ -4,38 +4,40 @@ Three parts take turns, each in one place:
 
 1. A module that casts a weight in training attaches a `WeightCopies` to it (`attach`), which says how it casts.
 2. FusedAdam.step, which has the new weight at hand, writes the copies and marks them as current.
-3. In the next training forward the module asks for them (`current_copy`), and casts by itself where there are none.
+3. In the next training forward the module asks whether they are (`is_current`), and casts by itself where not.
 
-A copy is current while the weight's version and address are those of when it was marked: loading a state, copying in
-place, averaging and any other optimizer make it stale. A write through `param.data` changes neither; whoever does that
-between training steps calls `fusestep.refresh(model)`. In evaluation modules cast afresh and ask for no copy.
+Copies are current while the weight's version and address are those of when it was marked: loading a state, copying in
+place, averaging and any other optimizer make them stale. A write through `param.data` changes neither; whoever does
+that between training steps calls `fusestep.refresh(model)`. In evaluation modules cast afresh and ask for no copy.
+plain_copies.py does the same in 16 bits, for torch.autocast.
 
 Copies hold exactly what `ops.quantize` or `ops.block_scaling` would make of the new weight. Under delayed scaling the
 scale is that of the weight's slot at the time of the optimizer's step, and the slot's amax is raised to the new
-weight's, as the forward's own cast would do. They belong to a run, not to a model: state dicts, copies of a model and
-pickles are without them.
+weight's, as the forward's own cast would do. A weight that is several parameters (held.py) has the copies of the
+parameters put together, with the scales of the whole. Copies belong to a run, not to a model: state dicts, copies of a
+model and pickles are without them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fusestep.errors import UserError
+from fusestep.fp8.held import Copies, give, part_of, revision
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fusestep.ops.block_scaling import quantize_blocks, unwritten_scales
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT
 
-#: The attribute of a parameter that holds its copies.
-ATTRIBUTE = "fp8_copies"
-
-_revision = 0
+__all__ = [
+    "CopyFormat", "WeightCopies", "attach", "copies_of", "current_copy", "give", "overwrite", "refresh", "revision",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,37 +76,31 @@ class CopyFormat:
         raise UserError(f"FP8 copies: recipe is {recipe!r}; pass one of fusestep.fp8's recipes.")
 
 
-class WeightCopies:
-    """The copies of one weight, and of which state of the weight they are; see the head of this file.
+class WeightCopies(Copies):
+    """The FP8 copies of one weight; see the head of this file.
 
     Args:
         form: how the weight is cast.
         slots, index: under delayed scaling, the (n, 4) fp32 slots of the module (see state.py) and the weight's place.
+        heights: the rows of each parameter, where the weight is several.
 
     Attributes:
         quantized: the copies, or None until they are first written. Written in place ever after, so that tables of
             addresses and CUDA graphs may hold them.
-        slots: those of the module; under current scaling one of its own, in which the weight's amax is gathered.
+        slots: those of the module; under current scaling None.
     """
 
-    def __init__(self, form: CopyFormat, slots: Tensor | None = None, index: int = 0) -> None:
+    def __init__(
+        self, form: CopyFormat, slots: Tensor | None = None, index: int = 0, heights: Sequence[int] = ()
+    ) -> None:
+        super().__init__(heights)
         self.form = form
         self.slots = slots
         self.index = index
         self.quantized: Quantized | None = None
-        self._state: tuple[int, int] | None = None
 
-    def is_current(self, parameter: Tensor) -> bool:
-        """Whether the copies are of the parameter as it is now."""
-        return self._state is not None and self._state == _state_of(parameter)
-
-    def mark(self, parameter: Tensor) -> None:
-        """Say that the copies were just written, of the parameter as it is now."""
-        self._state = _state_of(parameter)
-
-    def drop(self) -> None:
-        """Take the copies for stale until they are written again."""
-        self._state = None
+    def memory(self) -> object:
+        return self.quantized
 
     def cast(self, weight: Tensor) -> Quantized:
         """Cast a weight (rows, columns) as the module would, recording its amax in the slot."""
@@ -164,18 +160,16 @@ class WeightCopies:
         return self.quantized
 
     @torch.no_grad()
-    def write(self, weight: Tensor) -> None:
-        """Make the copies those of a weight (rows, columns): what the optimizer does where no kernel has done it."""
-        made = self.cast(weight)
+    def write(self, *weights: Tensor) -> None:
+        """Make the copies those of a weight (rows, columns), or of several put together.
+
+        What the optimizer does where no kernel has done it.
+        """
+        made = self.cast(weights[0] if len(weights) == 1 else torch.cat(weights))
         if self.quantized is None or self.quantized.shape != made.shape or self.quantized.device != made.device:
             self.quantized = made
         else:
             overwrite(self.quantized, made)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A deep copy or a pickle of a parameter takes its attributes along. Something that even a restricted
-        # unpickler takes, and that `copies_of` knows for nothing, stands for the copies.
-        return OrderedDict, ()
 
 
 def overwrite(quantized: Quantized, made: Quantized) -> None:
@@ -189,73 +183,68 @@ def overwrite(quantized: Quantized, made: Quantized) -> None:
             to_scale_inv.copy_(of_scale_inv)
 
 
-def _state_of(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
-
-
 def attach(
-    parameter: Tensor, recipe: Recipe, slots: Tensor | None = None, index: int = 0, *, transposed: bool = True
+    parameters: Tensor | Sequence[Tensor],
+    recipe: Recipe,
+    slots: Tensor | None = None,
+    index: int = 0,
+    *,
+    transposed: bool = True,
 ) -> WeightCopies:
     """Ask the optimizer for copies of a weight; asking again for the same keeps what is there.
 
     Args:
-        parameter: (out, in).
-        recipe: how its module casts it.
+        parameters: (out, in), or several of as many columns that are used put together.
+        recipe: how the module casts the weight.
         slots, index: under delayed scaling the module's slots, (n, 4) fp32, and the weight's place in them.
         transposed: whether the transpose is wanted too.
     """
+    parameters = (parameters,) if isinstance(parameters, Tensor) else parameters
     form = CopyFormat.of(recipe, transposed=transposed)
     if form.kind != "delayed":
         slots, index = None, 0
-    copies = copies_of(parameter)
-    is_asked = copies is not None and copies.form == form and copies.index == index
-    if copies is None or not is_asked or (form.kind == "delayed" and copies.slots is not slots):
-        copies = WeightCopies(form, slots, index)
-        give(parameter, copies)
-    return copies
-
-
-def give(parameter: Tensor, copies: WeightCopies) -> None:
-    """Make these the copies of a parameter."""
-    global _revision
-    _revision += 1
-    setattr(parameter, ATTRIBUTE, copies)
-
-
-def revision() -> int:
-    """A number that changes whenever some parameter is given copies: optimizers look at it once a step."""
-    return _revision
+    heights = [parameter.shape[0] for parameter in parameters] if len(parameters) > 1 else []
+    known = copies_of(parameters[0])
+    if (
+        known is None
+        or (known.form, known.index, known.heights) != (form, index, tuple(heights))
+        or known.slots is not slots
+        or not known.are_of(parameters)
+    ):
+        known = WeightCopies(form, slots, index, heights)
+        give(parameters, known)
+    return known
 
 
 def copies_of(parameter: Tensor) -> WeightCopies | None:
-    """The copies that a module asked for, if one did."""
-    copies = getattr(parameter, ATTRIBUTE, None)
-    return copies if isinstance(copies, WeightCopies) else None
+    """The FP8 copies that a module asked for, if one did."""
+    part = part_of(parameter)
+    return part.copies if part is not None and isinstance(part.copies, WeightCopies) else None
 
 
-def current_copy(parameter: Tensor) -> Quantized | None:
-    """The copies of a weight where they are of the weight as it is now, else None.
+def current_copy(*parameters: Tensor) -> Quantized | None:
+    """The copies of a weight, of all its parameters in order, where they are of the weight as it is now, else None.
 
     For a module in training, with gradients enabled; in evaluation it casts afresh.
     """
-    copies = copies_of(parameter)
-    return copies.quantized if copies is not None and copies.is_current(parameter) else None
+    copies = copies_of(parameters[0])
+    return copies.quantized if copies is not None and copies.is_current(*parameters) else None
 
 
 def refresh(model: nn.Module) -> None:
     """Forget every copy of the model's weights that is kept across calls, after a write through `param.data`.
 
-    Torch does not count such a write as a change, so neither the copies that FusedAdam wrote nor those that
-    `is_first_microbatch` keeps can tell. Averaged weights swapped in for an evaluation need no call: evaluation casts
-    afresh.
+    Torch does not count such a write as a change, so neither the copies that FusedAdam wrote, in FP8 or in autocast's
+    dtype, nor those that `is_first_microbatch` keeps can tell. Averaged weights swapped in for an evaluation need no
+    call: evaluation casts afresh.
 
     Args:
         model: any module; those that keep copies of their own have a method `drop_caches()`, which is called.
     """
     for parameter in model.parameters():
-        copies = copies_of(parameter)
-        if copies is not None:
-            copies.drop()
+        part = part_of(parameter)
+        if part is not None:
+            part.copies.drop()
     for module in model.modules():
         drop = getattr(module, "drop_caches", None)
         if callable(drop):

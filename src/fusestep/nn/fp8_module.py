@@ -197,7 +197,7 @@ class FP8Module(nn.Module):
         Evaluation casts afresh, and changes nothing.
 
         Args:
-            weight: (out, in).
+            weight: (out, in); of several sources one without values, except under torch.compile.
             sources: the parameters that it is made of.
             grad: whether gradients are enabled.
             first: whether this is the first of several micro-batches between two steps of the optimizer; None: no
@@ -208,21 +208,23 @@ class FP8Module(nn.Module):
                 return weight.quantized_both_ways() if grad else weight.quantized
             # Scales of another kind than the region's products take.
             return casts.weight(weight.dequantize(), index, columnwise=grad)
-        if not self.training or torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
+        if torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
             return casts.weight(weight, index, columnwise=grad)
+        if not self.training:
+            return casts.weight(_whole(sources), index, columnwise=grad)
         if first is False:
             kept = (self._cached or {}).get(index)
             if kept is not None and kept[1] == _states_of(sources):
                 quantized: Quantized = kept[0]
                 return quantized
         if not grad:
-            return casts.weight(weight, index, columnwise=False)
+            return casts.weight(_whole(sources), index, columnwise=False)
         # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
-        if len(sources) == 1 and sources[0].is_leaf and not is_counting():
-            copies = self._copies_of(sources[0], index, casts)
-            if copies.is_current(sources[0]) and copies.quantized is not None:
+        if not is_counting() and all(source.is_leaf for source in sources):
+            copies = self._copies_of(sources, index, casts)
+            if copies.is_current(*sources) and copies.quantized is not None:
                 return copies.quantized
-        quantized = casts.weight(weight, index, columnwise=True)
+        quantized = casts.weight(_whole(sources), index, columnwise=True)
         if first is not None:
             cached = self._cached
             if cached is None:
@@ -234,18 +236,18 @@ class FP8Module(nn.Module):
         """Forget the casts that micro-batches share; `fusestep.refresh` calls this after a write through `.data`."""
         self.__dict__["_cached"] = None
 
-    def _copies_of(self, weight: Tensor, index: int, casts: Casts) -> WeightCopies:
+    def _copies_of(self, sources: tuple[Tensor, ...], index: int, casts: Casts) -> WeightCopies:
         """The copies that the optimizer is asked to write."""
         asked = self._asked
         if asked is None:
             asked = self.__dict__["_asked"] = {}
         known = asked.get(index)
-        if known is not None and known[0] is casts and getattr(weight, "fp8_copies", None) is known[1]:
+        if known is not None and known[0] is casts and known[1].are_of(sources):
             copies: WeightCopies = known[1]
             return copies
         slots = None if self.fp8_state is None else self.fp8_state.slots
         assert self._recipe is not None
-        copies = attach(weight, self._recipe, slots, index)
+        copies = attach(sources, self._recipe, slots, index)
         asked[index] = (casts, copies)
         return copies
 
@@ -364,6 +366,11 @@ class FP8Module(nn.Module):
             state.load(saved)
         self.fp8_state = state
         self.__dict__["_has_unrolled"] = True
+
+
+def _whole(sources: tuple[Tensor, ...]) -> Tensor:
+    """A weight, put together where it is several parameters; within a Function, so no gradient passes here."""
+    return sources[0] if len(sources) == 1 else torch.cat(sources)
 
 
 def _states_of(parameters: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:

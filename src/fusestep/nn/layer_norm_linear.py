@@ -106,9 +106,9 @@ class LayerNormLinear(Linear, NormedModule):
         self._check_residual(x, residual)
         total = normed = None
         if region is None or not region.enabled or not x.numel():
-            weight, _, bias = self._weight_and_bias()
             normed, total = self._normalised(x, residual)
-            y = self._in_high_precision(normed, weight, None if self.return_bias else bias, region)
+            y = self._in_high_precision(normed, region)
+            bias = self._bias() if self.return_bias else None
         else:
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)

@@ -30,6 +30,7 @@ from fusestep.nn.linear import (
     shaped,
     weight_gradient,
 )
+from fusestep.nn.operands import plain_operands
 from fusestep.ops.activation import activation as activate
 from fusestep.ops.activation import is_gated
 from fusestep.ops.quantize import transpose_bytes
@@ -163,15 +164,26 @@ class LayerNormMLP(NormedModule):
         self, x: Tensor, residual: Tensor | None, region: Region | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         normed, total = self._normalised(x, residual)
-        h = plain_linear(self, normed, self.fc1_weight, self.fc1_bias, region)
+        fc1_weight, fc1_bias = self._operands("fc1", normed, region, has_bias=self.has_bias)
+        h = plain_linear(self, normed, fc1_weight, fc1_bias, region)
         a = activate(h, self.activation)
-        y = plain_linear(self, a, self.fc2_weight, None if self.return_bias else self.fc2_bias, region)
-        cast = (normed, self.fc1_weight, a, self.fc2_weight)
+        fc2_weight, fc2_bias = self._operands("fc2", a, region, has_bias=self.has_bias and not self.return_bias)
+        y = plain_linear(self, a, fc2_weight, fc2_bias, region)
+        cast = (normed, fc1_weight, a, fc2_weight)
         for index, operand in zip((FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT), cast, strict=True):
             self._calibrate(region, index, operand)
         self._calibrate_gradient(region, FC1_GRADIENT, h)
         self._calibrate_gradient(region, FC2_GRADIENT, y)
         return y, total, normed
+
+    def _operands(
+        self, layer: str, x: Tensor, region: Region | None, *, has_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one layer, for a product in high precision."""
+        bias = (self._parameter(f"{layer}_bias"),) if has_bias else None
+        weight, added = plain_operands(self, x, region, (self._parameter(f"{layer}_weight"),), bias)
+        assert weight is not None
+        return weight, added
 
     def _first_weight(self) -> Tensor:
         weight: Tensor = self._parameter("fc1_weight")

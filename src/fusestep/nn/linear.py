@@ -25,6 +25,7 @@ from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
+from fusestep.nn.operands import plain_operands, stand_in
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.scaled_mm import multiply
 
@@ -116,11 +117,15 @@ class Linear(FP8Module):
                 added = None if self.return_bias else bias
                 y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
         else:
-            weight, _, bias = self._weight_and_bias()
-            y = self._in_high_precision(x, weight, None if self.return_bias else bias, region)
+            y = self._in_high_precision(x, region)
+            bias = self._bias() if self.return_bias else None
         return (y, bias) if self.return_bias else y
 
-    def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region | None) -> Tensor:
+    def _in_high_precision(self, x: Tensor, region: Region | None) -> Tensor:
+        """y, without the bias where that is to be returned."""
+        biases = self._parameters_of("bias") if self.has_bias and not self.return_bias else None
+        weight, bias = plain_operands(self, x, region, self._parameters_of("weight"), biases)
+        assert weight is not None
         self._calibrate(region, INPUT, x)
         self._calibrate(region, WEIGHT, weight)
         y = plain_linear(self, x, weight, bias, region)
@@ -143,14 +148,25 @@ class Linear(FP8Module):
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
     def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """The weight, the parameters it is made of, and the bias."""
-        if len(self.parts) == 1:
-            (part,) = self.parts
-            weight = self._parameter(part + "weight")
-            return weight, (weight,), self._parameter(part + "bias")
-        sources = tuple([self._parameter(part + "weight") for part in self.parts])
-        bias = torch.cat([self._parameter(part + "bias") for part in self.parts]) if self.has_bias else None
-        return torch.cat(sources), sources, bias
+        """The weight for a product in FP8, the parameters it is made of, and the bias.
+
+        A weight of several parameters is put together where it has to be cast, and not before.
+        """
+        sources = self._parameters_of("weight")
+        if len(sources) == 1:
+            return sources[0], sources, self._bias()
+        weight = torch.cat(sources) if torch.compiler.is_compiling() else stand_in(sources)
+        return weight, sources, self._bias()
+
+    def _bias(self) -> Tensor | None:
+        if not self.has_bias:
+            return None
+        biases = self._parameters_of("bias")
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def _parameters_of(self, what: str) -> tuple[Any, ...]:
+        """The parameters that the weight or the bias is made of."""
+        return tuple([self._parameter(part + what) for part in self.parts])
 
     def _first_weight(self) -> Tensor:
         weight: Tensor = self._parameter(next(iter(self.parts)) + "weight")

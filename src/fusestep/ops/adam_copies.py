@@ -8,11 +8,13 @@ cast is the weight as it is stored, so that a copy holds the bytes that a cast o
   all slots have one, that launch ends at once.
 - one scale a tile of 128 × 128: from the tile's own amax. The program walks its tile in strips, and casts them after.
 
+A matrix may be several parameters put together by rows, which one launch steps: each writes its rows of the data and
+its columns of the transpose, and all raise the amax of the one slot. Where tiles have scales, each lies in one
+parameter.
+
 A step that is skipped changes no weight, and writes the copies of what there is: they may have been stale.
 Copies are padded with zeros to multiples of 16, which are written when their memory is made, never here.
-
-The launches read a `TensorTable` with more rows (below), and `tile_tensor`, which says to which matrix a tile belongs.
-Source of the transposed bytes being formed as bytes: triton#11111.
+The kernels stand in adam_copies_kernel.py.
 """
 
 from __future__ import annotations
@@ -25,43 +27,15 @@ import torch
 from torch import Tensor
 
 from fusestep import hardware
-from fusestep.language import tl, triton
-from fusestep.ops.adam_kernel import (
-    ADAM_ROWS,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENT_DTYPES,
-    PARAMETER,
-    AdamSignature,
-    _coefficients,
-    _gate,
-    _keep_counts,
-    _update,
-)
+from fusestep.language import tl
+from fusestep.ops.adam_copies_kernel import _adam_block_copies_kernel, _adam_copies_kernel, _cast_copies_kernel
+from fusestep.ops.adam_kernel import MOMENT_DTYPES, AdamSignature
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
-from fusestep.ops.fp8_cast import (
-    fp8_code,
-    has_fp8_cast,
-    magnitude_bits,
-    raise_amax_bits,
-    scale_from_amax,
-    scaled_values,
-)
+from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import launch
-from fusestep.ops.quantized import Quantized
+from fusestep.ops.quantized import PAD, Quantized, padded
 from fusestep.ops.registry import Compilation
-from fusestep.ops.tensor_table import GRADIENT, TABLE_SIGNATURE, TensorTable, upload
-
-#: Rows of the table after Adam's.
-FIRST_TILE: tl.constexpr = tl.constexpr(ADAM_ROWS)
-HEIGHT: tl.constexpr = tl.constexpr(ADAM_ROWS + 1)  # of the matrix
-WIDTH: tl.constexpr = tl.constexpr(ADAM_ROWS + 2)
-DATA: tl.constexpr = tl.constexpr(ADAM_ROWS + 3)  # addresses, as are the next
-TRANSPOSED: tl.constexpr = tl.constexpr(ADAM_ROWS + 4)
-SCALE_INV: tl.constexpr = tl.constexpr(ADAM_ROWS + 5)
-TRANSPOSED_SCALE_INV: tl.constexpr = tl.constexpr(ADAM_ROWS + 6)
-SLOT: tl.constexpr = tl.constexpr(ADAM_ROWS + 7)
+from fusestep.ops.tensor_table import TABLE_SIGNATURE, TensorTable, upload
 
 #: Parameters whose steps one of the first programs counts, and slots that are looked at in one go.
 LANES = 1024
@@ -82,6 +56,7 @@ class CopySignature:
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         transposed, margin, power_of_two: as of ops.quantize.
         aligned: rows of all tensors lie at 16 bytes, see `is_aligned`.
+        in_line: parameters that are parts of a matrix begin at multiples of 16 rows.
     """
 
     by_tile: bool
@@ -90,6 +65,7 @@ class CopySignature:
     margin: int
     power_of_two: bool
     aligned: bool
+    in_line: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,302 +83,27 @@ LAUNCH = TileLaunch()
 BLOCK_LAUNCH = TileLaunch(rows=8, columns=BLOCK_TILE, warps=8)
 
 
-@triton.jit
-def _places(height, width, first_row, first_column, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(start of a tile, offsets of its elements from there, which of them are within the matrix)."""
-    step = width.to(tl.int32)
-    if ALIGNED:
-        # Said so, it is known to be a multiple of 16, and loads are as wide as they can be, masked ones too.
-        step = step // 16 * 16
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    mask = (row < height - first_row) & (column < step - first_column.to(tl.int32))
-    return first_row * step + first_column, row * step + column, mask
-
-
-@triton.jit
-def _step_tile(
-    rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row, first_column,
-    PARAMETER_DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Step a tile; returns its weights as they are now stored, in fp32, 0 beyond the matrix."""
-    gradient = tl.load(rows + tensors * GRADIENT + tensor).to(tl.pointer_type(GRADIENT_DTYPE))
-    parameter = tl.load(rows + tensors * PARAMETER + tensor).to(tl.pointer_type(PARAMETER_DTYPE))
-    exp_avg = tl.load(rows + tensors * EXP_AVG + tensor).to(tl.pointer_type(MOMENT_DTYPE))
-    exp_avg_sq = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(MOMENT_DTYPE))
-    master = tl.load(rows + tensors * MASTER + tensor).to(tl.pointer_type(tl.float32))
-    l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps = _coefficients(
-        rows, tensors, tensor, hyper, steps_before
-    )
-    start, at, mask = _places(height, width, first_row, first_column, ALIGNED, ROWS, COLUMNS)
-    parameter += start
-    gradient += start
-    exp_avg += start
-    exp_avg_sq += start
-    master += start
-    if ALIGNED:
-        parameter = tl.multiple_of(parameter, 16)
-        gradient = tl.multiple_of(gradient, 16)
-        exp_avg = tl.multiple_of(exp_avg, 16)
-        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
-        master = tl.multiple_of(master, 16)
-    if is_skipped != 0.0:
-        w = tl.load(parameter + at, mask=mask).to(tl.float32)
-    else:
-        w = _update(
-            parameter, gradient, exp_avg, exp_avg_sq, master, at, at, at, mask,
-            inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, HAS_MASTER,
-        )  # fmt: skip
-    w = tl.where(mask, w, 0.0)
-    return w.to(PARAMETER_DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _store_copies(
-    w, scale, rows, tensors, tensor, height, width, first_row, first_column,
-    E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr, HAS_TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Cast a tile of weights, and store its bytes both ways."""
-    code = fp8_code(scaled_values(w, scale), E4M3, HARDWARE_CAST)
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    data = tl.load(rows + tensors * DATA + tensor).to(tl.pointer_type(tl.uint8))
-    across = (width.to(tl.int32) + 15) // 16 * 16
-    data = tl.multiple_of(data + first_row * across + first_column, 16)
-    mask = (row < height - first_row)[:, None] & (column < across - first_column)[None, :]
-    tl.store(data + row[:, None] * across + column[None, :], code, mask=mask)
-    if HAS_TRANSPOSED:
-        transposed = tl.load(rows + tensors * TRANSPOSED + tensor).to(tl.pointer_type(tl.uint8))
-        down = (height.to(tl.int32) + 15) // 16 * 16
-        transposed = tl.multiple_of(transposed + first_column * down + first_row, 16)
-        mask = (column < width - first_column)[:, None] & (row < down - first_row)[None, :]
-        tl.store(transposed + column[:, None] * down + row[None, :], tl.trans(code), mask=mask)
-
-
-@triton.jit(
-    do_not_specialize=["tensors", "tiles", "is_counting"],
-    do_not_specialize_on_alignment=["divisor", "skip"],
-)
-def _adam_copies_kernel(
-    rows,  # (rows, tensors) int64: the table
-    tensors,
-    tile_tensor,  # (tiles,) int32
-    tiles,
-    hyper,  # as of _adam_kernel, and so are the next six
-    steps_before,
-    steps,
-    divisor,
-    skip,
-    counters,
-    is_counting,
-    PARAMETER_DTYPE: tl.constexpr,
-    GRADIENT_DTYPE: tl.constexpr,
-    MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    E4M3: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
-    HAS_TRANSPOSED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """One scale a matrix: step a tile, raise its slot's amax, and cast where the slot has a scale."""
-    pid = tl.program_id(0).to(tl.int64)
-    is_skipped, inverse = _gate(divisor, skip, IS_GATED)
-    _keep_counts(rows, tensors, pid, steps_before, steps, is_skipped, counters, is_counting, LANES)
-    if pid < tiles:
-        tensor = tl.load(tile_tensor + pid)
-        if tl.load(rows + tensors * GRADIENT + tensor) != 0:
-            height = tl.load(rows + tensors * HEIGHT + tensor)
-            width = tl.load(rows + tensors * WIDTH + tensor)
-            slot = tl.load(rows + tensors * SLOT + tensor).to(tl.pointer_type(tl.float32))
-            tile = (pid - tl.load(rows + tensors * FIRST_TILE + tensor)).to(tl.int32)
-            across = ((width - 1) // COLUMNS + 1).to(tl.int32)
-            first_row = (tile // across).to(tl.int64) * ROWS
-            first_column = (tile % across).to(tl.int64) * COLUMNS
-            scale = tl.load(slot)
-            w = _step_tile(
-                rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row,
-                first_column, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, HAS_MASTER, ALIGNED, ROWS, COLUMNS,
-            )  # fmt: skip
-            raise_amax_bits(slot, 0, magnitude_bits(w))
-            if scale != 0.0:
-                _store_copies(
-                    w, scale, rows, tensors, tensor, height, width, first_row, first_column,
-                    E4M3, HARDWARE_CAST, HAS_TRANSPOSED, ROWS, COLUMNS,
-                )  # fmt: skip
-                if tile == 0:
-                    scale_inv = tl.load(rows + tensors * SCALE_INV + tensor).to(tl.pointer_type(tl.float32))
-                    tl.store(scale_inv, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
-
-
-@triton.jit(do_not_specialize=["tensors", "tiles"])
-def _cast_copies_kernel(
-    rows,
-    tensors,
-    tile_tensor,
-    tiles,
-    PARAMETER_DTYPE: tl.constexpr,
-    E4M3: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
-    HAS_TRANSPOSED: tl.constexpr,
-    MARGIN: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Cast the matrices whose slots have no scale yet, by their amaxes; persistent programs, that end where none is."""
-    missing = tl.zeros([LANES], tl.int32)
-    for start in range(0, tensors, LANES):
-        tensor = start + tl.arange(0, LANES)
-        there = tensor < tensors
-        there = there & (tl.load(rows + tensors * GRADIENT + tensor, mask=there, other=0) != 0)
-        slot = tl.load(rows + tensors * SLOT + tensor, mask=there, other=0).to(tl.pointer_type(tl.float32))
-        scale = tl.load(slot, mask=there, other=1.0)
-        missing = tl.maximum(missing, (scale == 0.0).to(tl.int32))
-    first = tl.where(tl.max(missing) != 0, tl.program_id(0), tiles).to(tl.int32)  # widened later
-    for pid in range(first, tiles, tl.num_programs(0)):
-        tensor = tl.load(tile_tensor + pid)
-        slot = tl.load(rows + tensors * SLOT + tensor).to(tl.pointer_type(tl.float32))
-        has_gradient = tl.load(rows + tensors * GRADIENT + tensor) != 0
-        if has_gradient & (tl.load(slot) == 0.0):
-            LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
-            scale = scale_from_amax(tl.load(slot + 1), LARGEST, MARGIN, POWER_OF_TWO)
-            height = tl.load(rows + tensors * HEIGHT + tensor)
-            width = tl.load(rows + tensors * WIDTH + tensor)
-            tile = (pid - tl.load(rows + tensors * FIRST_TILE + tensor)).to(tl.int32)
-            across = ((width - 1) // COLUMNS + 1).to(tl.int32)
-            first_row = (tile // across).to(tl.int64) * ROWS
-            first_column = (tile % across).to(tl.int64) * COLUMNS
-            w = _load_tile(
-                rows, tensors, tensor, height, width, first_row, first_column, PARAMETER_DTYPE, ALIGNED, ROWS, COLUMNS
-            )
-            _store_copies(
-                w, scale, rows, tensors, tensor, height, width, first_row, first_column,
-                E4M3, HARDWARE_CAST, HAS_TRANSPOSED, ROWS, COLUMNS,
-            )  # fmt: skip
-            if tile == 0:
-                scale_inv = tl.load(rows + tensors * SCALE_INV + tensor).to(tl.pointer_type(tl.float32))
-                tl.store(scale_inv, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
-
-
-@triton.jit
-def _load_tile(
-    rows, tensors, tensor, height, width, first_row, first_column,
-    PARAMETER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The parameter's values in a tile, fp32, 0 beyond the matrix."""
-    parameter = tl.load(rows + tensors * PARAMETER + tensor).to(tl.pointer_type(PARAMETER_DTYPE))
-    start, at, mask = _places(height, width, first_row, first_column, ALIGNED, ROWS, COLUMNS)
-    parameter += start
-    if ALIGNED:
-        parameter = tl.multiple_of(parameter, 16)
-    return tl.load(parameter + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit(
-    do_not_specialize=["tensors", "tiles", "is_counting"],
-    do_not_specialize_on_alignment=["divisor", "skip"],
-)
-def _adam_block_copies_kernel(
-    rows,  # all as of _adam_copies_kernel
-    tensors,
-    tile_tensor,
-    tiles,
-    hyper,
-    steps_before,
-    steps,
-    divisor,
-    skip,
-    counters,
-    is_counting,
-    PARAMETER_DTYPE: tl.constexpr,
-    GRADIENT_DTYPE: tl.constexpr,
-    MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    E4M3: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
-    HAS_TRANSPOSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """One scale a tile: step its strips, find its amax, and cast the strips, which are still near."""
-    pid = tl.program_id(0).to(tl.int64)
-    is_skipped, inverse = _gate(divisor, skip, IS_GATED)
-    _keep_counts(rows, tensors, pid, steps_before, steps, is_skipped, counters, is_counting, LANES)
-    if pid < tiles:
-        tensor = tl.load(tile_tensor + pid)
-        if tl.load(rows + tensors * GRADIENT + tensor) != 0:
-            height = tl.load(rows + tensors * HEIGHT + tensor)
-            width = tl.load(rows + tensors * WIDTH + tensor)
-            tile = pid - tl.load(rows + tensors * FIRST_TILE + tensor)
-            across = (width - 1) // TILE + 1
-            tile_row = tile // across
-            tile_column = tile % across
-            end = tl.minimum((tile_row + 1) * TILE, height)
-            bits = tl.zeros([ROWS, TILE], tl.int32)
-            for first_row in range(tile_row * TILE, end, ROWS):
-                w = _step_tile(
-                    rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row,
-                    tile_column * TILE, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, HAS_MASTER, ALIGNED, ROWS, TILE,
-                )  # fmt: skip
-                bits = tl.maximum(bits, magnitude_bits(w))
-            amax = tl.max(bits).to(tl.float32, bitcast=True)
-            LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
-            scale = scale_from_amax(amax, LARGEST, 0, POWER_OF_TWO)
-            scale_inv = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
-            place = tl.load(rows + tensors * SCALE_INV + tensor).to(tl.pointer_type(tl.float32))
-            tl.store(place + tile_row * ((across + 3) // 4 * 4) + tile_column, scale_inv)
-            if HAS_TRANSPOSED:
-                down = (height - 1) // TILE + 1
-                place = tl.load(rows + tensors * TRANSPOSED_SCALE_INV + tensor).to(tl.pointer_type(tl.float32))
-                tl.store(place + tile_column * ((down + 3) // 4 * 4) + tile_row, scale_inv)
-            # What other threads of this program stored is read below.
-            tl.debug_barrier()
-            for first_row in range(tile_row * TILE, end, ROWS):
-                w = _load_tile(
-                    rows,
-                    tensors,
-                    tensor,
-                    height,
-                    width,
-                    first_row,
-                    tile_column * TILE,
-                    PARAMETER_DTYPE,
-                    ALIGNED,
-                    ROWS,
-                    TILE,
-                )
-                _store_copies(
-                    w, scale, rows, tensors, tensor, height, width, first_row, tile_column * TILE,
-                    E4M3, HARDWARE_CAST, HAS_TRANSPOSED, ROWS, TILE,
-                )  # fmt: skip
-
-
 def tile_shape(signature: CopySignature) -> tuple[int, int]:
     """Rows and columns of the tile that a program steps."""
     return (BLOCK_TILE, BLOCK_TILE) if signature.by_tile else (LAUNCH.rows, LAUNCH.columns)
 
 
-def unsupported(tensors: Sequence[Tensor]) -> str | None:
-    """Why the kernels cannot write the copies of a parameter (first of its gradient and state), or None."""
-    parameter = tensors[0]
-    if parameter.dim() != 2 or not parameter.numel():
+def unsupported(parameters: Sequence[Sequence[Tensor]], by_tile: bool) -> str | None:
+    """Why the kernels cannot write the copies of a matrix, or None.
+
+    Args:
+        parameters: of each parameter that the matrix is made of the parameter, its gradient and its state.
+        by_tile: see CopySignature.
+    """
+    weights = [tensors[0] for tensors in parameters]
+    if any(weight.dim() != 2 or not weight.numel() for weight in weights):
         return "what is no matrix"
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if not all(tensor.is_contiguous() for tensors in parameters for tensor in tensors):
         return "a matrix whose rows do not follow one another in memory"
-    if max(parameter.shape) >= LONGEST:
+    if max(sum(weight.shape[0] for weight in weights), weights[0].shape[1]) >= LONGEST:
         return f"a matrix longer than {LONGEST}"
+    if by_tile and any(weight.shape[0] % BLOCK_TILE for weight in weights[:-1]):
+        return "a tile that two parameters share"
     return None
 
 
@@ -412,29 +113,43 @@ def tiles_of(signature: CopySignature, height: int, width: int) -> int:
     return -(-height // rows) * -(-width // columns)
 
 
-def is_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether each row of the parameter, its gradient and its state lies at 16 bytes."""
-    return tensors[0].shape[1] % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def is_aligned(parameters: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether each row of the parameters, their gradients and their state lies at 16 bytes; see `unsupported`."""
+    return parameters[0][0].shape[1] % 16 == 0 and all(
+        tensor.data_ptr() % 16 == 0 for tensors in parameters for tensor in tensors
+    )
 
 
-def copy_rows(first_tile: int, quantized: Quantized, slot: int) -> tuple[int, ...]:
-    """The rows of a matrix in the table, after Adam's.
+def is_in_line(parameters: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether each parameter begins at a multiple of 16 rows of the matrix; see `unsupported`."""
+    return not any(tensors[0].shape[0] % PAD for tensors in parameters[:-1])
+
+
+def copy_rows(first_tile: int, quantized: Quantized, slot: int, first_row: int, height: int) -> tuple[int, ...]:
+    """The rows of a parameter in the table, after Adam's.
 
     Args:
         first_tile: the number of its first tile.
-        quantized: its copies, whose memory beyond the matrix holds zeros.
-        slot: the address of its slot; 0 for scales of tiles.
+        quantized: the copies of its matrix, whose memory beyond the matrix holds zeros.
+        slot: the address of the matrix's slot; 0 for scales of tiles.
+        first_row, height: the rows of the matrix that the parameter is.
     """
     assert quantized.data is not None
-    transposed = quantized.transposed
+    whole_height, width = quantized.shape
+    transposed, scales, transposed_scales = quantized.transposed, quantized.scale_inv, quantized.transposed_scale_inv
+    tile_row = 0 if quantized.block is None else first_row // BLOCK_TILE
     return (
         first_tile,
-        *quantized.shape,
-        quantized.data.data_ptr(),
-        0 if transposed is None else transposed.data_ptr(),
-        quantized.scale_inv.data_ptr(),
-        quantized.transposed_scale_inv.data_ptr(),
+        height,
+        width,
+        quantized.data.data_ptr() + first_row * padded(width),
+        0 if transposed is None else transposed.data_ptr() + first_row,
+        scales.data_ptr() if not tile_row else scales[tile_row].data_ptr(),
+        transposed_scales.data_ptr() + tile_row * transposed_scales.element_size(),
         slot,
+        whole_height,
+        # Where the matrix ends, the place beyond it as well: stores are wider then.
+        padded(whole_height) - first_row if first_row + height == whole_height else height,
     )
 
 
@@ -471,7 +186,9 @@ def launch_adam_copies(
     arguments = (table.rows, table.count, tile_tensor, tiles)
     shape = BLOCK_LAUNCH if copies.by_tile else LAUNCH
     options = (
-        {"POWER_OF_TWO": copies.power_of_two, "TILE": BLOCK_TILE} if copies.by_tile else {"COLUMNS": shape.columns}
+        {"POWER_OF_TWO": copies.power_of_two, "TILE": BLOCK_TILE}
+        if copies.by_tile
+        else {"IN_LINE": copies.in_line, "COLUMNS": shape.columns}
     )
     launch(
         _adam_block_copies_kernel if copies.by_tile else _adam_copies_kernel,
@@ -513,6 +230,7 @@ def launch_adam_copies(
             MARGIN=copies.margin,
             POWER_OF_TWO=copies.power_of_two,
             ALIGNED=copies.aligned,
+            IN_LINE=copies.in_line,
             ROWS=LAUNCH.rows,
             COLUMNS=LAUNCH.columns,
             LANES=LANES,
@@ -572,19 +290,22 @@ def compilations() -> Iterator[Compilation]:
             "HAS_MASTER": has_master,
             "IS_GATED": gated,
         }
+        tile = {"ROWS": LAUNCH.rows, "COLUMNS": LAUNCH.columns, "LANES": LANES}
         label = f"{short[parameter]} parameters, {short[gradient]} gradients" + "".join(
             word
             for word, is_on in ((", masters", has_master), (", gated", gated), (", integer cast", not hardware_cast))
             if is_on
         )
-        yield compilation(
-            _adam_copies_kernel,
-            f"copies: {label}",
-            {**table, **state},
-            {**dtypes, **cast, "ROWS": LAUNCH.rows, "COLUMNS": LAUNCH.columns, "LANES": LANES},
-            LAUNCH.warps,
-            capability,
-        )
+        # Parameters that do not begin in line are rare: of their launches one each, the most code.
+        for in_line in (True, False) if gradient == parameter == torch.float32 and gated else (True,):
+            yield compilation(
+                _adam_copies_kernel,
+                f"copies: {label}{'' if in_line else ', parts out of line'}",
+                {**table, **state},
+                {**dtypes, **cast, "IN_LINE": in_line, **tile},
+                LAUNCH.warps,
+                capability,
+            )
         yield compilation(
             _adam_block_copies_kernel,
             f"copies by tile: {label}",
@@ -594,19 +315,19 @@ def compilations() -> Iterator[Compilation]:
             capability,
         )
         if gradient == parameter and not gated:
-            yield compilation(
-                _cast_copies_kernel,
-                f"copies, cast after: {label}",
-                table,
-                {
-                    "PARAMETER_DTYPE": KERNEL_DTYPES[parameter],
-                    **cast,
-                    "MARGIN": 0,
-                    "POWER_OF_TWO": False,
-                    "ROWS": LAUNCH.rows,
-                    "COLUMNS": LAUNCH.columns,
-                    "LANES": LANES,
-                },
-                LAUNCH.warps,
-                capability,
-            )
+            for in_line in (True, False) if hardware_cast and parameter == torch.float32 else (True,):
+                yield compilation(
+                    _cast_copies_kernel,
+                    f"copies, cast after: {label}{'' if in_line else ', parts out of line'}",
+                    table,
+                    {
+                        "PARAMETER_DTYPE": KERNEL_DTYPES[parameter],
+                        **cast,
+                        "IN_LINE": in_line,
+                        "MARGIN": 0,
+                        "POWER_OF_TWO": False,
+                        **tile,
+                    },
+                    LAUNCH.warps,
+                    capability,
+                )

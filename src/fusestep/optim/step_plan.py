@@ -8,7 +8,7 @@ have no gradient in this step stay in their table with an address of 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -16,97 +16,18 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import uses_triton
-from fusestep.fp8.copies import WeightCopies, revision
-from fusestep.fp8.tensor import Float8Tensor
-from fusestep.ops import adam_copies
-from fusestep.ops.adam_copies import CopySignature, launch_adam_copies
+from fusestep.fp8.held import revision
+from fusestep.ops.adam_copies import CopySignature, launch_adam_copies, tile_tensors, tiles_of
 from fusestep.ops.adam_kernel import AdamSignature, adam_rows, launch_adam
 from fusestep.ops.adam_reference import HYPER_ROW, Hyperparameters, adam_reference
 from fusestep.ops.gradient_norm import NormScratch, combine_norms, norm_reference, to_device, verdict_of
 from fusestep.ops.roll_scales import AMAX, SLOT
-from fusestep.ops.tensor_table import DeviceArray, TensorTable, build_table, entry, gradient_address, upload
-from fusestep.optim.weight_copies import copies_to_write, copy_signature, count_versions, finish_copies, stepped_weight
+from fusestep.ops.tensor_table import DeviceArray, build_table, entry, gradient_address, upload
+from fusestep.optim.plan_parts import CopyPart, DevicePlan, KernelPart, ReferencePart, Scaling, State, real
+from fusestep.optim.step_counts import pack_steps
+from fusestep.optim.weight_copies import PlannedCopies, stepped_weight
 
-State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a loss scaler left for this step: its scale, and whether it saw a non-finite gradient; None for neither."""
-
-    scale: Tensor | None
-    found_inf: Tensor | None
-
-    @property
-    def is_active(self) -> bool:
-        return self.scale is not None or self.found_inf is not None
-
-    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Both as 0-d fp32 on a device, or neither."""
-        if not self.is_active:
-            return None, None
-        scale = torch.ones((), device=device) if self.scale is None else to_device(self.scale, device)
-        found_inf = torch.zeros((), device=device) if self.found_inf is None else to_device(self.found_inf, device)
-        return scale, found_inf
-
-
-@dataclass(eq=False)
-class KernelPart:
-    """Parameters of one signature: one launch. `members` are places in the plan's list of parameters."""
-
-    signature: AdamSignature
-    members: list[int]
-    table: TensorTable
-    copies: CopyPart | None = None
-
-
-@dataclass(eq=False)
-class CopyPart:
-    """What a launch needs that writes FP8 copies too.
-
-    `tile_tensor`: see adam_copies.py; `slots`: (members, 4) fp32, of matrices whose scales are their own, or None.
-    """
-
-    signature: CopySignature
-    tile_tensor: Tensor
-    slots: Tensor | None
-
-
-@dataclass(eq=False)
-class ReferencePart:
-    """Parameters of one signature and one group, stepped by the reference."""
-
-    signature: AdamSignature
-    group: int
-    members: list[int]
-
-
-@dataclass(eq=False)
-class DevicePlan:
-    """The parts of one device, and what they share.
-
-    `members` are all parameters on the device, those without a gradient too, so that a step count keeps its place in
-    `steps` whatever receives gradients. `verdict` is (norm, divisor, skip).
-    """
-
-    device: torch.device
-    members: list[int]
-    steps: Tensor
-    verdict: Tensor
-    kernels: list[KernelPart] = field(default_factory=list)
-    references: list[ReferencePart] = field(default_factory=list)
-    steps_before: Tensor | None = None
-    hyper: DeviceArray | None = None
-    scratch: NormScratch | None = None
-
-    def __post_init__(self) -> None:
-        # Views are made once; each would cost the host a microsecond a step.
-        self.norm, self.divisor, self.skip = self.verdict.unbind()
-
-
-def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, which Adam treats as two numbers; others as they are."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+__all__ = ["Scaling", "State", "StepPlan", "real"]
 
 
 def hyperparameters(group: dict[str, Any], lr: float) -> Hyperparameters:
@@ -146,7 +67,7 @@ class StepPlan:
     ) -> None:
         self.parameters = parameters
         self.weights = [stepped_weight(p, state) for p, state in zip(parameters, state_of, strict=True)]
-        self.copies = [copies_to_write(p) for p in parameters]
+        self.copies = PlannedCopies(parameters, self.weights)
         self.group_of = group_of
         self.state_of = state_of
         self.capturable = capturable
@@ -159,6 +80,7 @@ class StepPlan:
         for device, members in by_device.items():
             if any(state_of[i] for i in members):
                 self.devices.append(self._plan_device(groups, device, members, gradients, verdicts))
+        self.copies.complete()
         self._remember(groups, gradients)
 
     def _plan_device(
@@ -172,34 +94,17 @@ class StepPlan:
         if device not in verdicts:
             verdicts[device] = upload([float("nan"), 1.0, 0.0], torch.float32, device)
         plan = DevicePlan(device, members, pack_steps([self.state_of[i] for i in members], device), verdicts[device])
-        by_signature: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
-        for i in members:
-            gradient, state = gradients[i], self.state_of[i]
-            if gradient is not None and state is not None:
-                signature = AdamSignature(
-                    device,
-                    real(self.weights[i]).dtype,
-                    real(gradient).dtype,
-                    real(state["exp_avg"]).dtype,
-                    self._master(i) is not None,
-                )
-                copied = self._copied(i, gradient) if signature.unsupported() is None else None
-                by_signature.setdefault((signature, copied), []).append(i)
-        kernels = {s: uses_triton("adam", device, s[0].unsupported()) for s in by_signature}
-        if any(kernels.values()):
+        launches, references = self._sorted(device, members, gradients)
+        if launches:
             rows = [self._hyper_row(group) for group in groups]
             hyper = torch.empty(len(groups), HYPER_ROW, device=device)
             plan.hyper = DeviceArray(rows, hyper, capturable=self.capturable)
             plan.steps_before = torch.empty_like(plan.steps)
         place = {member: p for p, member in enumerate(members)}
-        for (signature, copied), its_members in by_signature.items():
-            if kernels[signature, copied]:
-                plan.kernels.append(self._kernel_part(groups, plan, signature, copied, its_members, gradients, place))
-                continue
-            by_group: dict[int, list[int]] = {}
-            for i in its_members:
-                by_group.setdefault(self.group_of[i], []).append(i)
-            plan.references += [ReferencePart(signature, group, of_group) for group, of_group in by_group.items()]
+        for (signature, copied), its_members in launches.items():
+            plan.kernels.append(self._kernel_part(groups, plan, signature, copied, its_members, gradients, place))
+        for (signature, group), its_members in references.items():
+            plan.references.append(ReferencePart(signature, group, its_members))
         if plan.kernels:
             tables = [(part.table, part.signature.gradient) for part in plan.kernels]
             plan.scratch = NormScratch(device, tables, plan.verdict)
@@ -211,14 +116,57 @@ class StepPlan:
         master: Tensor | None = None if state is None else state.get("master_param")
         return None if master is self.weights[i] else master
 
-    def _copied(self, i: int, gradient: Tensor) -> CopySignature | None:
-        """How the update's kernel writes a parameter's copies, None where it does not."""
-        copies, state, weight = self.copies[i], self.state_of[i], self.weights[i].detach()
-        if copies is None or state is None:
-            return None
-        master = self._master(i)
-        tensors = [weight, gradient, state["exp_avg"], state["exp_avg_sq"], *([] if master is None else [master])]
-        return copy_signature(copies, tensors)
+    def _sorted(
+        self, device: torch.device, members: list[int], gradients: list[Tensor | None]
+    ) -> tuple[dict[tuple[AdamSignature, CopySignature | None], list[int]], dict[tuple[AdamSignature, int], list[int]]]:
+        """(the members of each launch, those of each group that the reference steps)."""
+        by_signature: dict[AdamSignature, list[int]] = {}
+        for i in members:
+            gradient, state = gradients[i], self.state_of[i]
+            if gradient is not None and state is not None:
+                dtypes = (real(tensor).dtype for tensor in (self.weights[i], gradient, state["exp_avg"]))
+                signature = AdamSignature(device, *dtypes, self._master(i) is not None)
+                by_signature.setdefault(signature, []).append(i)
+        launches: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
+        references: dict[tuple[AdamSignature, int], list[int]] = {}
+        for signature, alike in by_signature.items():
+            if not uses_triton("adam", device, signature.unsupported()):
+                for i in alike:
+                    references.setdefault((signature, self.group_of[i]), []).append(i)
+                continue
+            tensors_of: list[list[Tensor] | None] = [None] * len(self.parameters)
+            for i in alike:
+                tensors_of[i] = self._tensors(i, gradients[i])
+            for i in alike:
+                launch = self._with_plain_copy(i, signature), self.copies.in_fp8(i, tensors_of)
+                launches.setdefault(launch, []).append(i)
+        return launches, references
+
+    def _tensors(self, i: int, gradient: Tensor | None) -> list[Tensor]:
+        """What the update reads and writes of a parameter."""
+        state, master = self.state_of[i], self._master(i)
+        assert gradient is not None
+        assert state is not None
+        tensors = [self.weights[i].detach(), gradient, state["exp_avg"], state["exp_avg_sq"]]
+        return tensors if master is None else [*tensors, master]
+
+    def _with_plain_copy(self, i: int, signature: AdamSignature) -> AdamSignature:
+        """The signature of a launch that writes a parameter's copy in 16 bits too, if it has one that a launch can."""
+        state = self.state_of[i]
+        assert state is not None
+        memory = self.copies.plain(i, state)
+        if memory is None:
+            return signature
+        wider = replace(signature, parameter=memory.dtype, has_master=True)
+        if wider.unsupported() is not None:
+            return signature
+        self.copies.write_plain_by_kernel(i, memory)
+        return wider
+
+    def _stored_and_master(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """What a launch stores rounded, and the fp32 weight that it steps in its stead, if that is another."""
+        weight, memory = self.weights[i].detach(), self.copies.plain_memory(i)
+        return (weight, self._master(i)) if memory is None else (memory, weight)
 
     def _kernel_part(
         self,
@@ -235,35 +183,35 @@ class StepPlan:
         slots: Tensor | None = None
         if copied is not None and not copied.by_tile:
             slots = torch.zeros(len(members), SLOT, dtype=torch.float32, device=plan.device)
+        slot_of: dict[int, int] = {}  # of weights, whose parameters share one
         first_tile = 0
-        for number, i in enumerate(members):
+        for i in members:
             gradient, state, group = gradients[i], self.state_of[i], self.group_of[i]
             assert gradient is not None
             assert state is not None
             lr = groups[group]["lr"]
             # The kernel reads a learning rate where it lies; one that lies elsewhere has a place in `hyper`.
             learning_rate = lr.data_ptr() if lies_on(lr, plan.device) else plan.hyper.tensor[group].data_ptr()
+            stored, master = self._stored_and_master(i)
             tensors, rows = adam_rows(
-                real(self.weights[i].detach()),
+                real(stored),
                 real(state["exp_avg"]),
                 real(state["exp_avg_sq"]),
-                self._master(i),
+                master,
                 learning_rate,
                 group,
                 place[i],
             )
             if copied is not None:
-                copies, (height, width) = self.copies[i], gradient.shape
-                assert copies is not None
-                slot = 0 if slots is None else copies.slot_address() or slots[number].data_ptr()
-                quantized = copies.allocate((height, width), plan.device)
-                rows = (*rows, *adam_copies.copy_rows(first_tile, quantized, slot))
-                first_tile += adam_copies.tiles_of(copied, height, width)
+                number = slot_of.setdefault(self.copies.whole(i), len(slot_of))
+                own_slot = 0 if slots is None else slots[number].data_ptr()
+                rows = (*rows, *self.copies.fp8_rows(i, first_tile, own_slot))
+                first_tile += tiles_of(copied, stored.shape[0], stored.shape[1])
             entries.append(entry(tensors[1], real(gradient), tensors, rows))
         part = KernelPart(signature, members, build_table(plan.device, entries, capturable=self.capturable))
         if copied is not None:
             shapes = [(self.weights[i].shape[0], self.weights[i].shape[1]) for i in members]
-            part.copies = CopyPart(copied, adam_copies.tile_tensors(copied, shapes, plan.device), slots)
+            part.copies = CopyPart(copied, tile_tensors(copied, shapes, plan.device), slots)
         return part
 
     def _hyper_row(self, group: dict[str, Any]) -> list[float]:
@@ -274,16 +222,6 @@ class StepPlan:
         self._lr_addresses = [lr_address(group["lr"]) for group in groups]
         self._parameter_keys = _keys(self.weights)
         self._revision = revision()
-        # Whose memory the tables hold: a weight that lives in FP8 has its transpose made when it is first asked for.
-        owners: list[Float8Tensor | WeightCopies] = []
-        for part in (part for plan in self.devices for part in plan.kernels if part.copies is not None):
-            for i in part.members:
-                parameter, copies = self.parameters[i], self.copies[i]
-                if isinstance(parameter, Float8Tensor):
-                    owners.append(parameter)
-                elif copies is not None:
-                    owners.append(copies)
-        self._quantized = [(owner, owner.quantized) for owner in owners]
         present = [g for g in gradients if g is not None]
         known = iter(zip(*_gradient_keys(present), strict=True))
         # A parameter without a gradient so far has no place in a table: its first one matches nothing.
@@ -307,7 +245,7 @@ class StepPlan:
             or list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses
             or _keys(self.weights) != self._parameter_keys
             or revision() != self._revision
-            or any(owner.quantized is not quantized for owner, quantized in self._quantized)
+            or self.copies.have_moved()
             or [lr_address(group["lr"]) for group in groups] != self._lr_addresses
         ):
             return False
@@ -356,14 +294,18 @@ class StepPlan:
                 assert found_inf is not None
                 plan.divisor.copy_(scale)
                 plan.skip.copy_(found_inf)
+        if is_gated:
+            self.copies.before_a_step_that_may_be_skipped()
         is_counted = False
+        stepped: list[int] = []
         for plan in self.devices:
             if plan.kernels:
                 is_counted |= self._launch(groups, plan, None if is_counted else counters, is_gated)
             if plan.references and not (is_gated and plan.skip.item()):
                 self._run_references(groups, plan, gradients, float(plan.divisor) if is_gated else 1.0)
-            self._finish(plan.references, gradients)
-            self._finish(plan.kernels, gradients)
+            for part in (*plan.references, *plan.kernels):
+                stepped += [i for i in part.members if gradients[i] is not None]
+        self.copies.after_the_step(stepped)
         if not is_counted:
             skip = to_device(self.devices[0].skip, counters.device) if is_gated else counters.new_zeros(())
             counters += torch.stack([skip == 0, skip != 0])
@@ -424,20 +366,6 @@ class StepPlan:
             copies.slots[:, AMAX].zero_()
         launch_adam_copies(part.signature, copies.signature, part.table, copies.tile_tensor, *shared)
 
-    def _finish(self, parts: Sequence[KernelPart] | Sequence[ReferencePart], gradients: list[Tensor | None]) -> None:
-        """After the update: what torch and the modules have to know of the parameters that were stepped.
-
-        Whether a step is skipped is the device's to know, so a skipped one counts here as well.
-        """
-        for part in parts:
-            members = [i for i in part.members if gradients[i] is not None]
-            count_versions([self.parameters[i] for i in members])
-            by_kernel = isinstance(part, KernelPart) and part.copies is not None
-            for i in members:
-                copies = self.copies[i]
-                if copies is not None:
-                    finish_copies(self.parameters[i], self.weights[i], copies, by_kernel=by_kernel)
-
     def _run_references(
         self, groups: Sequence[dict[str, Any]], plan: DevicePlan, gradients: list[Tensor | None], divisor: float
     ) -> None:
@@ -488,43 +416,3 @@ def _gradient_keys(gradients: list[Tensor]) -> tuple[list[torch.dtype], list[tup
     """What a table's entries depend on, other than the gradients' addresses: dtypes, strides, alignment."""
     addresses, dtypes, strides = _keys(gradients)
     return dtypes, strides, [address & 15 for address in addresses]
-
-
-def pack_steps(states: Sequence[State | None], device: torch.device) -> Tensor:
-    """The step counts of one device in one fp32 tensor, and each state's `step` a 0-d view of it.
-
-    Counts that already lie so keep their memory, which a CUDA graph may hold. No wait for the device.
-    """
-    present = [(place, state) for place, state in enumerate(states) if state is not None]
-    packed = _packed_already(present, len(states), device)
-    if packed is not None:
-        return packed
-    # Counts that the host can read are uploaded together; those on a device are gathered there.
-    on_host = [0.0 if s is None or s["step"].device.type == "cuda" else float(s["step"]) for s in states]
-    packed = upload(on_host, torch.float32, device)
-    on_device = [(place, state["step"]) for place, state in present if state["step"].device.type == "cuda"]
-    if on_device:
-        places = upload([place for place, _ in on_device], torch.int64, device)
-        packed[places] = torch.stack([to_device(step, device) for _, step in on_device])
-    for place, state in present:
-        state["step"] = packed[place]
-    return packed
-
-
-def _packed_already(present: list[tuple[int, State]], count: int, device: torch.device) -> Tensor | None:
-    """The tensor of which every present step is the view at its place, if there is one."""
-    first_place, first_state = present[0]
-    first: Tensor = first_state["step"]
-    start = first.storage_offset() - first_place
-    if first.device != device or first.dtype != torch.float32:
-        return None
-    if start < 0 or (start + count) * first.element_size() > first.untyped_storage().nbytes():
-        return None
-    memory = first.untyped_storage().data_ptr()
-    for place, state in present:
-        step: Tensor = state["step"]
-        if step.shape != () or step.device != device or step.dtype != torch.float32:
-            return None
-        if step.untyped_storage().data_ptr() != memory or step.storage_offset() != start + place:
-            return None
-    return first.as_strided((count,), (1,), start)
