@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fusestep.fp8.context import Region
 from fusestep.fp8.held import part_of
 from fusestep.fp8.plain_copies import PlainCopies, attach_plain
+from fusestep.nn.fp8_module import plain_apply
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -48,6 +49,9 @@ class _Wholes(torch.autograd.Function):
         return None, None, *results
 
 
+_apply = plain_apply(_Wholes)
+
+
 def stand_in(parameters: Sequence[Tensor]) -> Tensor:
     """A matrix of the shape and dtype of parameters put together by rows, without values, that takes their gradient.
 
@@ -55,9 +59,8 @@ def stand_in(parameters: Sequence[Tensor]) -> Tensor:
     """
     rows = sum(parameter.shape[0] for parameter in parameters)
     empty = parameters[0].detach().new_empty(1).expand(rows, parameters[0].shape[1])
-    (whole,) = _Wholes.apply((empty,), (len(parameters),), *parameters)
-    result: Tensor = whole
-    return result
+    whole: Tensor = _apply((empty,), (len(parameters),), *parameters)[0]
+    return whole
 
 
 def plain_operands(
@@ -79,7 +82,7 @@ def plain_operands(
     if copies is None:
         return [None if one is None else one[0] if len(one) == 1 else torch.cat(one) for one in operands]
     counts = tuple([len(one) for one in there])
-    wholes = iter(_Wholes.apply(tuple(copies), counts, *(parameter for one in there for parameter in one)))
+    wholes = iter(_apply(tuple(copies), counts, *(parameter for one in there for parameter in one)))
     return [None if one is None else next(wholes) for one in operands]
 
 

@@ -124,8 +124,10 @@ class StepPlan:
         for i in members:
             gradient, state = gradients[i], self.state_of[i]
             if gradient is not None and state is not None:
-                dtypes = (real(tensor).dtype for tensor in (self.weights[i], gradient, state["exp_avg"]))
-                signature = AdamSignature(device, *dtypes, self._master(i) is not None)
+                weight, moment = self.weights[i], state["exp_avg"]
+                signature = AdamSignature(
+                    device, real(weight).dtype, real(gradient).dtype, real(moment).dtype, self._master(i) is not None
+                )
                 by_signature.setdefault(signature, []).append(i)
         launches: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
         references: dict[tuple[AdamSignature, int], list[int]] = {}
@@ -134,13 +136,18 @@ class StepPlan:
                 for i in alike:
                     references.setdefault((signature, self.group_of[i]), []).append(i)
                 continue
-            tensors_of: list[list[Tensor] | None] = [None] * len(self.parameters)
-            for i in alike:
-                tensors_of[i] = self._tensors(i, gradients[i])
-            for i in alike:
-                launch = self._with_plain_copy(i, signature), self.copies.in_fp8(i, tensors_of)
+            for i, launch in zip(alike, self._launches_of(alike, signature, gradients), strict=True):
                 launches.setdefault(launch, []).append(i)
         return launches, references
+
+    def _launches_of(
+        self, alike: list[int], signature: AdamSignature, gradients: list[Tensor | None]
+    ) -> list[tuple[AdamSignature, CopySignature | None]]:
+        """The launch of each of these parameters, with the copies that it writes; others are cast after the step."""
+        tensors_of: list[list[Tensor] | None] = [None] * len(self.parameters)
+        for i in alike:
+            tensors_of[i] = self._tensors(i, gradients[i])
+        return [(self._with_plain_copy(i, signature), self.copies.in_fp8(i, tensors_of)) for i in alike]
 
     def _tensors(self, i: int, gradient: Tensor | None) -> list[Tensor]:
         """What the update reads and writes of a parameter."""
@@ -303,8 +310,8 @@ class StepPlan:
                 is_counted |= self._launch(groups, plan, None if is_counted else counters, is_gated)
             if plan.references and not (is_gated and plan.skip.item()):
                 self._run_references(groups, plan, gradients, float(plan.divisor) if is_gated else 1.0)
-            for part in (*plan.references, *plan.kernels):
-                stepped += [i for i in part.members if gradients[i] is not None]
+            lists = [part.members for part in plan.references] + [part.members for part in plan.kernels]
+            stepped += [i for members in lists for i in members if gradients[i] is not None]
         self.copies.after_the_step(stepped)
         if not is_counted:
             skip = to_device(self.devices[0].skip, counters.device) if is_gated else counters.new_zeros(())
