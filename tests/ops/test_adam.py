@@ -12,7 +12,8 @@ from fusestep.errors import UserError
 from fusestep.ops import adam as op
 from fusestep.ops.adam import adam_
 from fusestep.ops.adam_kernel import DTYPE_PAIRS, MOMENT_DTYPES, AdamSignature, adam_rows, compilations, launch_adam
-from fusestep.ops.adam_reference import BATCH, Hyperparameters
+from fusestep.ops.adam_reference import Hyperparameters
+from fusestep.ops.batches import BATCH
 from fusestep.ops.tensor_table import BLOCK, TensorTable, upload
 
 PLACES = [
