@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusestep.ops import fp8_cast, quantize_kernel
+from fusestep.ops import fp8_cast, quantize_kernel, quantize_pair
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward, transpose_bytes
 from fusestep.ops.quantized import Quantized
@@ -66,6 +66,8 @@ def compilations() -> Iterator[Compilation]:
     yield _cast("", False, False, columnwise=False, in_hardware=True)
     yield _cast("", False, False, columnwise=True, in_hardware=False)
     yield _cast("silu", True, True, columnwise=True, in_hardware=False)
+    yield _cast("", False, False, columnwise=True, in_hardware=True, searches=False)
+    yield from _pairs()
     choice = quantize_kernel.transpose_launch()
     yield _compilation(
         quantize_kernel._transpose_kernel,
@@ -80,7 +82,11 @@ def compilations() -> Iterator[Compilation]:
 _NUMBERS = {"rows": "i32", "columns": "i32", "x_stride": "i32", "h_stride": "i32", "index": "i32"}
 
 
-def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool) -> Compilation:
+def _cast(
+    activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool, searches: bool = True
+) -> Compilation:
+    """`searches`: the cast finds its amax itself, else a pass before has."""
+    finder = quantize_kernel.amax_launch(4096)
     choice = quantize_kernel.quantize_launch(columnwise, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
     constants = {
@@ -95,6 +101,9 @@ def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_har
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
         "TILES": choice.tiles,
+        "MOST_MAXIMA": quantize_kernel.MOST_MAXIMA,
+        "SEARCH_ROWS": finder.rows,
+        "SEARCH_COLUMNS": finder.columns,
     }
     pointers = {
         "x_ptr": "bf16",
@@ -103,14 +112,16 @@ def _cast(activation: str, gated: bool, gradient: bool, columnwise: bool, in_har
         "transposed_ptr": output if columnwise else None,
         "scale_inv_ptr": "fp32",
         "slots_ptr": "fp32",
+        "maxima_ptr": None if searches else "i32",
         "counts_ptr": "i64" if not activation else None,
         "partials_ptr": "fp32" if gradient else None,
     }
     what = "gradient of " * gradient + (activation or "plain") + " (gated)" * gated
     label = f"{what}{', both ways' if columnwise else ''}{'' if in_hardware else ', rounded by integers'}"
+    label += "" if searches else ", after a pass"
     capability = fp8_cast.CAST_CAPABILITY if in_hardware else (8, 0)
     return _compilation(
-        *(quantize_kernel._quantize_kernel, label, pointers, _NUMBERS, constants, choice.warps),
+        *(quantize_kernel._quantize_kernel, label, pointers, _NUMBERS | {"maxima": "i32"}, constants, choice.warps),
         minimum_capability=10 * capability[0] + capability[1],
     )
 
@@ -120,7 +131,7 @@ def _amax(activation: str, gated: bool, gradient: bool) -> Compilation:
     return _compilation(
         quantize_kernel._amax_kernel,
         f"amax of {activation or 'plain'}{' (gated)' if gated else ''}",
-        {"x_ptr": "bf16", "h_ptr": "bf16" if gradient else None, "slots_ptr": "fp32"},
+        {"x_ptr": "bf16", "h_ptr": "bf16" if gradient else None, "slots_ptr": "fp32", "maxima_ptr": "i32"},
         _NUMBERS,
         {
             "ACTIVATION": activation,
@@ -131,6 +142,51 @@ def _amax(activation: str, gated: bool, gradient: bool) -> Compilation:
         },
         choice.warps,
     )
+
+
+def _pairs() -> Iterator[Compilation]:
+    """Input and weight in one launch: with slots, and each with the scale of its own."""
+    numbers = {"a_rows": "i32", "b_rows": "i32", "columns": "i32", "a_stride": "i32", "b_stride": "i32"}
+    numbers |= {"a_index": "i32", "b_index": "i32", "a_programs": "i32"}
+    finder, choice = quantize_kernel.amax_launch(4096), quantize_kernel.quantize_launch(True, False)
+    search = {"ROWS": finder.rows, "COLUMNS": finder.columns, "STAGES": quantize_kernel.AMAX_STAGES}
+    inputs = {"a_ptr": "bf16", "b_ptr": "fp32"}
+    for slots in (None, "fp32"):
+        yield _compilation(
+            quantize_pair._amax_pair_kernel,
+            f"amaxes of a pair{'' if slots is None else ', slots'}",
+            inputs | {"slots_ptr": slots, "maxima_ptr": "i32"},
+            numbers,
+            search,
+            finder.warps,
+        )
+    for slots, in_hardware in ((None, True), ("fp32", True), ("fp32", False)):
+        output = "fp8e4nv" if in_hardware else "u8"
+        outputs = ("a_data_ptr", "a_transposed_ptr", "b_data_ptr", "b_transposed_ptr")
+        yield _compilation(
+            quantize_pair._quantize_pair_kernel,
+            f"a pair, both ways{'' if slots is None else ', slots'}{'' if in_hardware else ', rounded by integers'}",
+            inputs
+            | dict.fromkeys(outputs, output)
+            | {"a_scale_inv_ptr": "fp32", "b_scale_inv_ptr": "fp32", "slots_ptr": slots}
+            | {"maxima_ptr": "i32" if slots is None else None, "counts_ptr": None},
+            numbers | {"a_maxima": "i32", "b_maxima": "i32"},
+            {
+                "E4M3": True,
+                "HARDWARE_CAST": in_hardware,
+                "RECORD": slots is not None,
+                "MARGIN": 0,
+                "POWER_OF_TWO": False,
+                "ROWS": choice.rows,
+                "COLUMNS": choice.columns,
+                "TILES": choice.tiles,
+                "MOST_MAXIMA": quantize_kernel.MOST_MAXIMA,
+                "SEARCH_ROWS": finder.rows,
+                "SEARCH_COLUMNS": finder.columns,
+            },
+            choice.warps,
+            minimum_capability=90 if in_hardware else 80,
+        )
 
 
 def _compilation(
@@ -145,7 +201,7 @@ def _compilation(
     """A configuration with aligned pointers; a pointer of None is not there, which Triton treats as a constant."""
     there = {name: f"*{element}" for name, element in pointers.items() if element is not None}
     constants = {name: None for name, element in pointers.items() if element is None} | constants
-    aligned = frozenset(there) | {name for name in numbers if name in ("columns", "x_stride", "h_stride")}
+    aligned = frozenset(there) | {name for name in numbers if name == "columns" or name.endswith("_stride")}
     if kernel is quantize_kernel._transpose_kernel:
         aligned = frozenset(there)
     return Compilation(

@@ -22,8 +22,8 @@ from fusestep.ops.fp8_cast import (
     has_fp8_type,
     magnitude_bits,
     raise_amax_bits,
+    scale_from_amax,
     scaled_values,
-    slot_scale,
     transposed_words,
 )
 from fusestep.ops.launch import PreparedLaunch
@@ -57,11 +57,56 @@ def _values(x_ptr, h_ptr, x_place, h_place, mask, columns, ACTIVATION: tl.conste
     return first, second
 
 
+@triton.jit
+def largest_bits(
+    x_ptr,
+    h_ptr,
+    rows,
+    columns,
+    x_stride,
+    h_stride,
+    known,
+    program,
+    programs,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The largest `magnitude_bits` of what this one of some programs walks over of a tensor: nothing, where a scale is
+    known."""
+    across = (columns - 1) // COLUMNS + 1
+    tiles = ((rows - 1) // ROWS + 1) * across
+    first_tile = tl.where(known != 0.0, tiles, program)
+    bits = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for tile in tl.range(first_tile, tiles, programs, num_stages=STAGES):
+        row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        mask = (row < rows) & (column < columns)
+        x_place, h_place = row * x_stride + column, row * h_stride + column
+        first, second = _values(x_ptr, h_ptr, x_place, h_place, mask, columns, ACTIVATION, GATED)
+        bits = tl.maximum(bits, magnitude_bits(first))
+        if GATED and h_ptr is not None:
+            bits = tl.maximum(bits, magnitude_bits(second))
+    return tl.max(bits)
+
+
+@triton.jit
+def known_scale(slots_ptr, index):
+    """The scale of a slot: 0 where it has none, or where there is no slot."""
+    known = tl.full([], 0.0, tl.float32)
+    if slots_ptr is not None:
+        known = tl.load(slots_ptr + index * 4)
+    return known
+
+
 @triton.jit(do_not_specialize=["rows", "index"])
 def _amax_kernel(
     x_ptr,
     h_ptr,
-    slots_ptr,
+    slots_ptr,  # (n, 4) or None
+    maxima_ptr,  # a number for each program
     rows,
     columns,
     x_stride,
@@ -73,23 +118,84 @@ def _amax_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Raise a slot's amax to that of the tensor, if the slot has no scale; persistent programs, so that else each
-    ends at once."""
-    scale = tl.load(slots_ptr + index * 4)
-    across = (columns - 1) // COLUMNS + 1
-    tiles = ((rows - 1) // ROWS + 1) * across
-    first_tile = tl.where(scale != 0.0, tiles, tl.program_id(0))  # widened later
-    bits = tl.zeros([ROWS, COLUMNS], tl.int32)
-    for tile in tl.range(first_tile, tiles, tl.num_programs(0), num_stages=STAGES):
-        row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mask = (row < rows) & (column < columns)
-        x_place, h_place = row * x_stride + column, row * h_stride + column
-        first, second = _values(x_ptr, h_ptr, x_place, h_place, mask, columns, ACTIVATION, GATED)
-        bits = tl.maximum(bits, magnitude_bits(first))
-        if GATED and h_ptr is not None:
-            bits = tl.maximum(bits, magnitude_bits(second))
-    raise_amax_bits(slots_ptr, index, bits)
+    """The largest magnitude that each program finds in a tensor whose slot has no scale; else each ends at once."""
+    program = tl.program_id(0)  # widened later
+    known = known_scale(slots_ptr, index)
+    largest = largest_bits(
+        x_ptr,
+        h_ptr,
+        rows,
+        columns,
+        x_stride,
+        h_stride,
+        known,
+        program,
+        tl.num_programs(0),
+        ACTIVATION,
+        GATED,
+        ROWS,
+        COLUMNS,
+        STAGES,
+    )
+    tl.store(maxima_ptr + program, largest)
+
+
+@triton.jit
+def cast_scale(
+    x_ptr,
+    h_ptr,
+    slots_ptr,
+    maxima_ptr,
+    rows,
+    columns,
+    x_stride,
+    h_stride,
+    index,
+    maxima,
+    program,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    E4M3: tl.constexpr,
+    MARGIN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MOST_MAXIMA: tl.constexpr,
+    SEARCH_ROWS: tl.constexpr,
+    SEARCH_COLUMNS: tl.constexpr,
+):
+    """The scale of a cast: its slot's; where that has none yet, the one that the amax calls for.
+
+    The amax is the largest of the `maxima` numbers that a pass before left, and of the slot's. Without such a pass each
+    program finds it by itself. It is entered in the slot.
+    """
+    known = known_scale(slots_ptr, index)
+    if maxima_ptr is not None:
+        place = tl.arange(0, MOST_MAXIMA)
+        largest = tl.max(tl.load(maxima_ptr + place, mask=(place < maxima) & (known == 0.0), other=0))
+    else:
+        largest = largest_bits(
+            x_ptr,
+            h_ptr,
+            rows,
+            columns,
+            x_stride,
+            h_stride,
+            known,
+            0,
+            1,
+            ACTIVATION,
+            GATED,
+            SEARCH_ROWS,
+            SEARCH_COLUMNS,
+            1,
+        )
+    if slots_ptr is not None:
+        place = slots_ptr + index * 4 + 1
+        largest = tl.maximum(largest, magnitude_bits(tl.load(place)))
+        place = place.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(place, largest, mask=(program == 0) & (known == 0.0), sem="relaxed")  # integer maximum
+    amax = largest.to(tl.float32, bitcast=True)
+    found = scale_from_amax(amax, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
+    return tl.where(known != 0.0, known, found)
 
 
 @triton.jit
@@ -155,16 +261,18 @@ def _largest(magnitudes, values):
     return tl.maximum(magnitudes, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["rows", "index"])
-def _quantize_kernel(
-    x_ptr,  # rows of `columns`, x_stride apart; of a gated activation 2 · columns
-    h_ptr,  # with the gradient x of an activation's output, the activation's input, h_stride apart; or None
-    data_ptr,  # (padded rows, padded columns) or None
-    transposed_ptr,  # (padded columns, padded rows) or None
-    scale_inv_ptr,  # 0-d
-    slots_ptr,  # (n, 4)
-    counts_ptr,  # (n, 3) or None
-    partials_ptr,  # (programs down, columns of the output) or None
+@triton.jit
+def cast_tiles(
+    program,
+    scale,
+    x_ptr,
+    h_ptr,
+    data_ptr,
+    transposed_ptr,
+    scale_inv_ptr,
+    slots_ptr,
+    counts_ptr,
+    partials_ptr,
     rows,
     columns,
     x_stride,
@@ -175,15 +283,13 @@ def _quantize_kernel(
     E4M3: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
     RECORD: tl.constexpr,
-    MARGIN: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    IN_WORDS: tl.constexpr,  # whether the second of two halves begins at a word of the output
+    IN_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """TILES tiles below one another a program, neighbours in a row after one another."""
-    scale = slot_scale(slots_ptr, index, 448.0 if E4M3 else 57344.0, MARGIN, POWER_OF_TWO)
+    """What one program casts, by the names of `_quantize_kernel`: TILES tiles below one another, neighbours in a row
+    after one another."""
     HALVES: tl.constexpr = 2 if GATED and h_ptr is not None else 1
     out_rows = (tl.cast(rows, tl.int64) + 15) // 16 * 16
     sums_width = tl.cast(columns, tl.int64) * HALVES
@@ -192,7 +298,6 @@ def _quantize_kernel(
     last_width = out_columns - columns * (HALVES - 1)
     first_width = last_width if HALVES == 1 else columns
     across = ((last_width - 1) // COLUMNS + 1).to(tl.int32)
-    program = tl.program_id(0)  # widened later
     if program == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
         if counts_ptr is not None:
@@ -275,6 +380,89 @@ def _quantize_kernel(
             tl.store(partials_ptr + columns + column, tl.sum(second_total, axis=0), mask=column < columns)
 
 
+@triton.jit(do_not_specialize=["rows", "index", "maxima"])
+def _quantize_kernel(
+    x_ptr,  # rows of `columns`, x_stride apart; of a gated activation 2 · columns
+    h_ptr,  # with the gradient x of an activation's output, the activation's input, h_stride apart; or None
+    data_ptr,  # (padded rows, padded columns) or None
+    transposed_ptr,  # (padded columns, padded rows) or None
+    scale_inv_ptr,  # 0-d
+    slots_ptr,  # (n, 4) or None
+    maxima_ptr,  # what _amax_kernel found, or None
+    counts_ptr,  # (n, 3) or None
+    partials_ptr,  # (programs down, columns of the output) or None
+    rows,
+    columns,
+    x_stride,
+    h_stride,
+    index,
+    maxima,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    E4M3: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    RECORD: tl.constexpr,
+    MARGIN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    IN_WORDS: tl.constexpr,  # whether the second of two halves begins at a word of the output
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    MOST_MAXIMA: tl.constexpr,
+    SEARCH_ROWS: tl.constexpr,
+    SEARCH_COLUMNS: tl.constexpr,
+):
+    """The cast, its transpose and its column sums, by programs of some tiles."""
+    program = tl.program_id(0)  # widened later
+    scale = cast_scale(
+        x_ptr,
+        h_ptr,
+        slots_ptr,
+        maxima_ptr,
+        rows,
+        columns,
+        x_stride,
+        h_stride,
+        index,
+        maxima,
+        program,
+        ACTIVATION,
+        GATED,
+        E4M3,
+        MARGIN,
+        POWER_OF_TWO,
+        MOST_MAXIMA,
+        SEARCH_ROWS,
+        SEARCH_COLUMNS,
+    )
+    cast_tiles(
+        program,
+        scale,
+        x_ptr,
+        h_ptr,
+        data_ptr,
+        transposed_ptr,
+        scale_inv_ptr,
+        slots_ptr,
+        counts_ptr,
+        partials_ptr,
+        rows,
+        columns,
+        x_stride,
+        h_stride,
+        index,
+        ACTIVATION,
+        GATED,
+        E4M3,
+        HARDWARE_CAST,
+        RECORD,
+        IN_WORDS,
+        ROWS,
+        COLUMNS,
+        TILES,
+    )
+
+
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _transpose_kernel(
     data_ptr,  # (16 · rows, 16 · columns) bytes
@@ -335,9 +523,15 @@ def amax_launch(columns: int) -> TileLaunch:
     return TileLaunch(4096 // block, block, 4)
 
 
-#: Programs of the amax pass on each multiprocessor.
+#: Programs of the amax pass on each multiprocessor, and at most: every program of the cast reads a number of each.
 AMAX_PROGRAMS = 4
+MOST_MAXIMA = 512
 AMAX_STAGES = 3
+
+#: Up to so many elements of a tensor with a slot, the programs of the cast find its amax themselves, each the whole of
+#: it: a slot has no scale only until its first tensor that is not zero, and a pass that finds nothing to do in every
+#: other step costs the host more.
+SEARCHED_BY_EACH = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +541,8 @@ class QuantizeLaunches:
     `as_bytes`: the cast wants its outputs as uint8, since Triton knows no FP8 on the device.
     """
 
-    amax: PreparedLaunch
+    amax: PreparedLaunch | None  # None: the programs of the cast find it
+    maxima: int  # that the pass leaves
     cast: PreparedLaunch
     as_bytes: bool
     partials: tuple[int, int] | None  # rows and columns
@@ -362,6 +557,7 @@ def prepare_quantize(
     h_stride: int | None,
     activation: str,
     gated: bool,
+    has_slot: bool,
     index: int,
     dtype: torch.dtype,
     columnwise: bool,
@@ -372,25 +568,28 @@ def prepare_quantize(
 ) -> QuantizeLaunches:
     """The launches on (rows, columns) tiles: of x, or of a gated activation of one half of it.
 
-    `activation` is the function that an activation is made of, "" for none; `h_stride` is None without an h.
+    `activation` is the function that an activation is made of, "" for none; `h_stride` is None without an h. Without a
+    slot the scale is always the tensor's own.
     """
     gradient = h_stride is not None
     halves = 2 if gated and gradient else 1
     numbers = (rows, columns, x_stride, h_stride or 0, index)
     common = {"ACTIVATION": activation, "GATED": gated}
     finder = amax_launch(columns)
-    tiles = -(-rows // finder.rows) * -(-columns // finder.columns)
-    amax = PreparedLaunch(
-        _amax_kernel,
-        (min(tiles, AMAX_PROGRAMS * hardware.multiprocessors(device.index or 0)),),
-        device,
-        numbers,
-        **common,
-        ROWS=finder.rows,
-        COLUMNS=finder.columns,
-        STAGES=AMAX_STAGES,
-        num_warps=finder.warps,
-    )
+    amax, maxima = None, 0
+    if not has_slot or rows * columns > SEARCHED_BY_EACH:
+        maxima = amax_programs(device, rows, columns, finder)
+        amax = PreparedLaunch(
+            _amax_kernel,
+            (maxima,),
+            device,
+            numbers,
+            **common,
+            ROWS=finder.rows,
+            COLUMNS=finder.columns,
+            STAGES=AMAX_STAGES,
+            num_warps=finder.warps,
+        )
     # Flat tiles would write as many partial sums as the tensor has bytes.
     choice = quantize_launch(columnwise, column_sums)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
@@ -399,7 +598,7 @@ def prepare_quantize(
         _quantize_kernel,
         (across * down,),
         device,
-        numbers,
+        (*numbers, maxima),
         **common,
         E4M3=dtype is torch.float8_e4m3fn,
         HARDWARE_CAST=has_fp8_cast(device),
@@ -410,11 +609,14 @@ def prepare_quantize(
         ROWS=choice.rows,
         COLUMNS=choice.columns,
         TILES=choice.tiles,
+        MOST_MAXIMA=MOST_MAXIMA,
+        SEARCH_ROWS=finder.rows,
+        SEARCH_COLUMNS=finder.columns,
         num_warps=choice.warps,
     )
     as_bytes = not has_fp8_type(device)
     if not column_sums or down == 1:
-        return QuantizeLaunches(amax, cast, as_bytes, None, None)
+        return QuantizeLaunches(amax, maxima, cast, as_bytes, None, None)
     width = columns * halves
     sums = sum_columns(width)
     total = PreparedLaunch(
@@ -427,7 +629,13 @@ def prepare_quantize(
         COLUMNS=sums,
         num_warps=4,
     )
-    return QuantizeLaunches(amax, cast, as_bytes, (down, width), total)
+    return QuantizeLaunches(amax, maxima, cast, as_bytes, (down, width), total)
+
+
+def amax_programs(device: torch.device, rows: int, columns: int, finder: TileLaunch) -> int:
+    """Programs of the pass that finds the amax of a matrix."""
+    tiles = -(-rows // finder.rows) * -(-columns // finder.columns)
+    return min(tiles, AMAX_PROGRAMS * hardware.multiprocessors(device.index or 0), MOST_MAXIMA)
 
 
 def prepare_transpose(device: torch.device, rows: int, columns: int) -> PreparedLaunch:

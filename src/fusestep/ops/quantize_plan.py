@@ -44,8 +44,8 @@ class CastPlan:
     """
 
     __slots__ = (
-        *("_amax", "_as_bytes", "_cast", "_data", "_partials", "_scale_inv", "_sums", "_total", "_transposed"),
-        "shape",
+        *("_amax", "_as_bytes", "_cast", "_data", "_maxima", "_partials", "_scale_inv", "_sums", "_total"),
+        *("_transposed", "shape"),
     )
 
     def __init__(
@@ -66,11 +66,12 @@ class CastPlan:
         self._sums = None if sums_dtype is None else layout((columns,), sums_dtype, device)
         partials = launches.partials
         self._partials = None if partials is None else layout(partials, torch.float32, device)
+        self._maxima = None if launches.amax is None else layout((launches.maxima,), torch.int32, device)
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
         self._total: PreparedLaunch | None = launches.total
 
     def __call__(
-        self, x: Tensor, h: Tensor | None, slots: Tensor, counts: Tensor | None
+        self, x: Tensor, h: Tensor | None, slots: Tensor | None, counts: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
         """Cast x, an activation of x, or with h an activation's gradient; return it and the column sums."""
         empty = torch.empty_like
@@ -79,15 +80,18 @@ class CastPlan:
         transposed = None if self._transposed is None else empty(self._transposed)
         scale_inv = empty(self._scale_inv)
         sums = None if self._sums is None else empty(self._sums)
+        maxima = None
+        if self._amax is not None:
+            maxima = empty(self._maxima)
+            self._amax(x, h, slots, maxima)
         written: tuple[Any, ...] = (data, transposed)
         if self._as_bytes:
             written = tuple(None if made is None else made.view(torch.uint8) for made in written)
-        self._amax(x, h, slots)
-        if self._total is None or self._partials is None:  # no sums, or one tile of rows, whose sums are the whole
-            self._cast(x, h, *written, scale_inv, slots, counts, sums)
+        if self._total is None:  # no sums, or one tile of rows, whose sums are the whole
+            self._cast(x, h, *written, scale_inv, slots, maxima, counts, sums)
         else:
             partials = empty(self._partials)
-            self._cast(x, h, *written, scale_inv, slots, counts, partials)
+            self._cast(x, h, *written, scale_inv, slots, maxima, counts, partials)
             self._total(partials, sums, None)
         return Quantized(self.shape, data, transposed, scale_inv, scale_inv), sums
 
@@ -101,7 +105,7 @@ def plan_cast(
     x: Tensor,
     h: Tensor | None,
     activation: str,
-    slots: Tensor,
+    slots: Tensor | None,
     index: int,
     dtype: torch.dtype,
     rowwise: bool,
@@ -114,7 +118,8 @@ def plan_cast(
 ) -> CastPlan | None:
     """The plan of a cast, or None where no kernel takes the tensors as they are.
 
-    Args: those of `run_quantize`; sums_dtype: of the column sums, None where they are not wanted.
+    Args: those of `run_quantize`; slots: None for a scale that always is the tensor's own, without counts or `record`;
+        sums_dtype: of the column sums, None where they are not wanted.
 
     Raises: UserError, as `quantize`.
     """
@@ -129,14 +134,15 @@ def plan_cast(
     x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
     if x_stride is None or (h is not None and h_stride is None):
         return None
+    has_slot = slots is not None
     options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, sums_dtype)
-    key = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
+    key = (device, has_slot, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
     plan = _plans.get(key)
     if plan is None:
         gated = bool(activation) and is_gated(activation)
         launches = prepare_quantize(
             *(device, rows, columns // 2 if gated and h is not None else columns, x_stride, h_stride),
-            *(base(activation) if activation else "", gated, index, dtype),
+            *(base(activation) if activation else "", gated, has_slot, index, dtype),
             columnwise,
             record,
             margin,
@@ -166,7 +172,7 @@ def check_quantize(
     x: Tensor,
     h: Tensor | None,
     activation: str,
-    slots: Tensor,
+    slots: Tensor | None,
     index: int,
     dtype: torch.dtype,
     rowwise: bool,
@@ -199,6 +205,8 @@ def check_quantize(
         raise UserError(
             f"{who}: da has shape {tuple(x.shape)} and h {tuple(h.shape)}; pass the gradient of {activation} of h."
         )
+    if slots is None:
+        return
     if slots.dim() != 2 or slots.shape[1] != SLOT or slots.dtype is not torch.float32 or not slots.is_contiguous():
         raise UserError(
             f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, {SLOT}) torch.float32."
