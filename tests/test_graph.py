@@ -251,7 +251,8 @@ class TestGraph:
         assert len(step.captures) == 1
 
     def test_schedulers_and_numbers_set_the_learning_rate(self) -> None:
-        step, twin = pair(plain(self.device))
+        # Both keep the rate in fp32, in which schedulers count then.
+        step, twin = pair(plain(self.device), adam={**OPTIONS, "capturable": True})
         schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one.optimizer, 10) for one in (step, twin)]
         for batch in batches(8, self.device):
             for one, schedule in zip((step, twin), schedules, strict=True):
@@ -321,8 +322,26 @@ class TestGraph:
             assert [float(twin(*batch)) for batch in data] == losses
         assert_same(step, twin)
         assert step.fallback is not None
-        assert "the step cannot be captured" in caplog.text
+        assert "test_graph.py, line" in caplog.text
+        assert "makes the host wait for the device" in caplog.text
         assert torch.randn(3, device=self.device).isfinite().all()
+
+    def test_a_capture_that_fails_falls_back_and_trains_on(self, caplog: pytest.LogCaptureFixture) -> None:
+        def refusing(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                x = x + torch.randn_like(x)
+                raise RuntimeError("this cannot be captured")
+            return mean_square(model, x, y)
+
+        step, twin = pair(plain(self.device, dropout=0.2), loss_fn=refusing)
+        data = batches(8, self.device)
+        with caplog.at_level(logging.WARNING, "fusestep"):
+            torch.cuda.manual_seed(7)
+            losses = [float(step(*batch)) for batch in data]
+            torch.cuda.manual_seed(7)
+            assert [float(twin(*batch)) for batch in data] == losses
+        assert_same(step, twin)
+        assert "the step cannot be captured (this cannot be captured)" in caplog.text
 
     def test_torchs_own_optimizer(self) -> None:
         model = plain(self.device)

@@ -7,9 +7,9 @@ holds all launches of a step and starts them at once. What has to be right for t
    everything which is chosen or allocated once has been. They are steps of the training like any other.
 2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
    on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
-3. What the graph has baked in is compared before each replay: parameters and buffers (which, where, trained or not),
-   training flags, the optimizer's options and state. Where it changed, the graphs are dropped and the step warms up
-   and captures anew. A learning rate may change freely: it lies on the device.
+3. What the graph has baked in is compared before each replay: modules and their training flags, parameters and buffers
+   (which, where, trained or not), the optimizer's options and state. Where it changed, the graphs are dropped and the
+   step warms up and captures anew. A learning rate may change freely: it lies on the device.
 4. Where a graph cannot be had (no GPU, an optimizer that waits for the device, code of the user's that does) the same
    step runs one launch at a time, which is announced with the reason.
 
@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
-from fusestep.fp8.copies import copies_of
+from fusestep.fp8.copies import WeightCopies, copies_of
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim import FusedAdam
@@ -82,6 +84,8 @@ class TrainStep:
 
     Args:
         model: lies on one device.
+            Attributes of its modules that are plain values, such as a dropout's p, are part of the graph: after
+            changing one call `reset()`.
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
             must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
             no graph can hold.
@@ -137,6 +141,8 @@ class TrainStep:
         self._known: list[Any] = []
         self._options: list[Any] = []
         self._rates: list[Any] = []
+        self._relied_on: dict[nn.Parameter, WeightCopies] = {}
+        self._last_was_captured = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._is_wanted = capture
@@ -152,9 +158,8 @@ class TrainStep:
         Returns: the loss, 0-d, on the model's device, without a gradient.
         Raises: UserError for a loss of several elements, and batches that cannot be cut into micro-batches.
         """
-        batch = tuple(self._moved(part) for part in batch)
         if not self._is_wanted or self.fallback is not None:
-            return self._eager(batch)
+            return self._eager(self._on_device(batch))
         self._compare()
         key = tuple(_kind(part) for part in batch)
         shape = self._shapes.get(key)
@@ -163,13 +168,17 @@ class TrainStep:
             while len(self._shapes) > self.max_graphs:
                 self._shapes.popitem(last=False)
         self._shapes.move_to_end(key)
-        if shape.warm_up > 0 or not self._copies_are_current():
-            shape.warm_up -= 1
-            return self._aside(batch)
+        # An optimizer keeps the tables of its last step for a graph: each capture follows a step outside of any.
+        is_due = shape.graph is None and self._last_was_captured
+        if shape.warm_up > 0 or is_due or self._has_stale_copies():
+            shape.warm_up = max(shape.warm_up - 1, 0)
+            self._last_was_captured = False
+            batch = self._on_device(batch)
+            return self._aside(batch) if shape.warm_up or shape.graph is not None else self._watched(batch)
         if shape.graph is None:
             is_first = not self._has_graphs()
-            if not self._capture(shape, batch):
-                return self._eager(batch)
+            if not self._capture(shape, self._on_device(batch)):
+                return self._eager(self._on_device(batch))
             if is_first:
                 self._remember()
         for static, part in zip(shape.inputs, _tensors(batch), strict=True):
@@ -182,6 +191,7 @@ class TrainStep:
     def reset(self) -> None:
         """Drop the graphs and their memory; the next calls warm up and capture anew."""
         self._shapes.clear()
+        self._relied_on.clear()
         self._pool = None
 
     # One step
@@ -227,8 +237,8 @@ class TrainStep:
         parts = [p.chunk(self.accumulate) if isinstance(p, Tensor) else (p,) * self.accumulate for p in batch]
         return zip(*parts, strict=True)
 
-    def _moved(self, part: Any) -> Any:
-        return part.to(self.device, non_blocking=True) if isinstance(part, Tensor) else part
+    def _on_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(p.to(self.device, non_blocking=True) if isinstance(p, Tensor) else p for p in batch)
 
     # Graphs
 
@@ -272,30 +282,56 @@ class TrainStep:
             tensor.record_stream(current if tensor is loss else self._stream)
         return loss
 
+    def _watched(self, batch: tuple[Any, ...]) -> Tensor:
+        """The last step before a capture: what makes the host wait in it is found before the capture would fail on it.
+
+        A capture that fails leaves torch's random numbers in a state that they have to be brought out of.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                loss = self._aside(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        waits = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
+        for one in seen:
+            if one not in waits and "sync debug mode" not in str(one.message).lower():
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, source=one.source)
+        if waits:
+            where = f"{Path(waits[0].filename).name}, line {waits[0].lineno}"
+            self._fall_back(
+                f"{where} makes the host wait for the device, which no graph can hold; keep loss_fn and the optimizer "
+                "from looking at values (.item(), .cpu(), an if on a tensor), or pass capture=False"
+            )
+        return loss
+
     def _capture(self, shape: _Shape, batch: tuple[Any, ...]) -> bool:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        inputs = [part.clone() for part in _tensors(batch)]
+        inputs = [part.detach().clone() for part in _tensors(batch)]
+        found = {p: copies for p in self.model.parameters() if (copies := copies_of(p)) and copies.is_current(p)}
         places = iter(inputs)
         static = tuple(next(places) if isinstance(part, Tensor) else part for part in batch)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
-        state = generator.get_state()
+        state = generator.clone_state()
         try:
             # thread_local: a loader's thread that pins memory meanwhile is no part of this.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._eager(static)
         except (RuntimeError, UserError) as error:
-            generator.set_state(state)
+            generator.graphsafe_set_state(state)  # the other one believes itself within a capture for ever
             self.optimizer.zero_grad()
-            del graph
-            self._fall_back(
-                f"the step cannot be captured ({hardware.first_line(error)}); keep loss_fn and the optimizer from "
-                "looking at values, or pass capture=False"
-            )
+            # Ending the capture fails as well then, and says less.
+            first = error.__context__ if isinstance(error.__context__, Exception) else error
+            self._fall_back(f"the step cannot be captured ({hardware.first_line(first)})")
             return False
+        self._last_was_captured = True
+        self._relied_on |= found
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
         cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
@@ -321,10 +357,14 @@ class TrainStep:
         found = self._identities()
         if len(found) == len(self._known) and all(map(is_, found, self._known)) and self._numbers() == self._options:
             return
+        self._capture_anew()
+
+    def _capture_anew(self) -> None:
         logger.info("TrainStep: the model or the optimizer changed, so the step is captured anew")
         for shape in self._shapes.values():
             shape.graph = shape.loss = None
             shape.warm_up = WARM_UP_AGAIN
+        self._relied_on.clear()
         self._pool = None
 
     def _remember(self) -> None:
@@ -343,6 +383,7 @@ class TrainStep:
         """Objects that must still be the same ones."""
         found: list[Any] = []
         for module in self.model.modules():
+            found.append(module)
             found += module._parameters.values()
             found += module._buffers.values()
             found.append(module.training)
@@ -364,17 +405,16 @@ class TrainStep:
             found.append(rate.data_ptr() if isinstance(rate, Tensor) else rate)
         return found
 
-    def _copies_are_current(self) -> bool:
-        """Whether the FP8 copies of weights, which the graph reads, are of the weights as they are.
+    def _has_stale_copies(self) -> bool:
+        """Whether weights that a graph reads as copies (FP8, cast by the optimizer) are not what the copies are of.
 
-        They are not after a state was loaded: a step outside the graph casts the weights, and its optimizer writes the
-        copies anew, in the same memory.
+        They are not after a state was loaded. A step outside the graph casts such weights, and its optimizer writes the
+        copies anew in the same memory; frozen ones it would never write.
         """
-        for parameter in self.model.parameters():
-            copies = copies_of(parameter)
-            if copies is not None and copies.quantized is not None and not copies.is_current(parameter):
-                return False
-        return True
+        stale = [p for p, copies in self._relied_on.items() if not copies.is_current(p)]
+        if not all(parameter.requires_grad for parameter in stale):
+            self._capture_anew()
+        return bool(stale)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -393,4 +433,4 @@ def _kind(part: Any) -> Any:
     """What has to be equal for a graph to serve a part of a batch."""
     if not isinstance(part, Tensor):
         return part
-    return part.shape, part.dtype, part.stride(), part.requires_grad
+    return part.shape, part.dtype, part.stride()
