@@ -2,7 +2,7 @@
 
 A module asks for the casts of the region that it is in, and casts by slot (see state.py) without asking which recipe:
 
-    input, weight          forward operands, in the recipe's forward format
+    input, weight          forward operands, in the recipe's forward format; `operands` casts both
     norm, activation       the same for a norm's or an activation's output, fused with it where the recipe allows
     gradient               a gradient, in the backward format, with the column sums that are a bias's gradient
     activation_gradient    the same for the gradient of an activation's input, fused with it
@@ -32,8 +32,10 @@ from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
 from fusestep.ops.norm_quantize import norm_quantize
 from fusestep.ops.quantize import _cast as cast
-from fusestep.ops.quantize_plan import CastPlan, plan_cast, runs_kernels
+from fusestep.ops.quantize_pair import PairPlan, plan_pair
+from fusestep.ops.quantize_plan import CastPlan, check_quantize, plan_cast, runs_kernels
 from fusestep.ops.quantized import Quantized
+from fusestep.ops.registry import is_plain
 from fusestep.ops.roll_scales import SLOT
 
 #: Plans that one module keeps; shapes may never repeat.
@@ -87,6 +89,15 @@ class Casts:
         """Cast a weight (out, in)."""
         return self.input(weight, index, columnwise)
 
+    def operands(
+        self, x: Tensor, weight: Tensor, indices: tuple[int, int], columnwise: tuple[bool, bool]
+    ) -> tuple[Quantized, Quantized]:
+        """Cast x (rows, columns) and a weight (out, columns), as `input` and `weight` do, together where that is less.
+
+        Args: indices, columnwise: of x and of the weight.
+        """
+        return self.input(x, indices[0], columnwise[0]), self.weight(weight, indices[1], columnwise[1])
+
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         """Cast name(h); h (rows, columns), twice as many columns if the activation is gated."""
         raise NotImplementedError
@@ -137,27 +148,63 @@ class _TensorwiseCasts(Casts):
     margin = 0
     power_of_two = False
     counts: Tensor | None = None
+    slots: Tensor | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._plans: dict[tuple[Any, ...], CastPlan] = {}
+        self._pairs: dict[tuple[Any, ...], PairPlan | None] = {}
 
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
-        """The slots of a cast, and its place in them."""
-        raise NotImplementedError
+        """The slots of a cast that no plan makes, and its place in them."""
+        if self.slots is not None:
+            return self.slots, index
+        return torch.zeros(1, SLOT, dtype=torch.float32, device=like.device), 0
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
         key = (index, columnwise, x.shape, x.stride(), x.dtype, x.device)
         plan = self._plans.get(key) if runs_kernels(x) else None
         if plan is not None:
-            return plan(x, None, self._slots(index, x)[0], self.counts)[0]
+            return plan(x, None, self.slots, self.counts)[0]
         return self._first(key, x, None, "", index, self.forward_dtype, True, columnwise, None)[0]
+
+    def operands(
+        self, x: Tensor, weight: Tensor, indices: tuple[int, int], columnwise: tuple[bool, bool]
+    ) -> tuple[Quantized, Quantized]:
+        if runs_kernels(x) and is_plain(weight):
+            key = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype)
+            key = (key, indices, columnwise)
+            pair = self._pairs.get(key, self)
+            if pair is self:
+                pair = self._first_pair(key, x, weight, indices, columnwise)
+            if pair is not None:
+                return pair(x, weight, self.slots, self.counts)
+        return self.input(x, indices[0], columnwise[0]), self.input(weight, indices[1], columnwise[1])
+
+    def _first_pair(
+        self,
+        key: tuple[Any, ...],
+        x: Tensor,
+        weight: Tensor,
+        indices: tuple[int, int],
+        columnwise: tuple[bool, bool],
+    ) -> PairPlan | None:
+        """The plan of casting both, which is kept; None where each is cast by itself."""
+        scaling = (self.record, self.margin, self.power_of_two)
+        for matrix, index, transposed in zip((x, weight), indices, columnwise, strict=True):
+            options = (self.slots, index, self.forward_dtype, True, transposed, *scaling, self.counts, False)
+            check_quantize(matrix, None, "", *options)
+        pair = plan_pair(x, weight, indices, self.forward_dtype, columnwise, self.slots is not None, *scaling)
+        if len(self._pairs) >= MOST_PLANS:
+            self._pairs.clear()
+        self._pairs[key] = pair
+        return pair
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         key = (index, columnwise, h.shape, h.stride(), h.dtype, h.device, name)
         plan = self._plans.get(key) if runs_kernels(h) else None
         if plan is not None:
-            return plan(h, None, self._slots(index, h)[0], self.counts)[0]
+            return plan(h, None, self.slots, self.counts)[0]
         return self._first(key, h, None, name, index, self.forward_dtype, True, columnwise, None)[0]
 
     def norm(
@@ -193,7 +240,7 @@ class _TensorwiseCasts(Casts):
         key = (index, rowwise, columnwise, sums_dtype, dy.shape, dy.stride(), dy.dtype, dy.device)
         plan = self._plans.get(key) if runs_kernels(dy) else None
         if plan is not None:
-            return plan(dy, None, self._slots(index, dy)[0], self.counts)
+            return plan(dy, None, self.slots, self.counts)
         return self._first(key, dy, None, "", index, self.backward_dtype, rowwise, columnwise, sums_dtype)
 
     def activation_gradient(
@@ -210,7 +257,7 @@ class _TensorwiseCasts(Casts):
         key = (index, rowwise, columnwise, sums_dtype, name, layouts)
         plan = self._plans.get(key) if runs_kernels(da) else None
         if plan is not None:
-            return plan(da, h, self._slots(index, da)[0], self.counts)
+            return plan(da, h, self.slots, self.counts)
         return self._first(key, da, h, name, index, self.backward_dtype, rowwise, columnwise, sums_dtype)
 
     def _first(
@@ -226,17 +273,16 @@ class _TensorwiseCasts(Casts):
         sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
         """Cast x, or name(x), or the gradient of h from x, that of name(h); keep the plan, if kernels do it."""
-        slots, place = self._slots(index, x)
-        what = (x, h, name, slots, place, dtype, rowwise, columnwise)
         options = (self.record, self.margin, self.power_of_two, self.counts)
-        plan = plan_cast(*what, *options, sums_dtype) if runs_kernels(x) else None
+        of = (dtype, rowwise, columnwise)
+        plan = plan_cast(x, h, name, self.slots, index, *of, *options, sums_dtype) if runs_kernels(x) else None
         if plan is None:
-            quantized, sums = cast(*what, *options, sums_dtype is not None)
+            quantized, sums = cast(x, h, name, *self._slots(index, x), *of, *options, sums_dtype is not None)
             return quantized, None if sums is None else sums.to(sums_dtype)
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         self._plans[key] = plan
-        return plan(x, h, slots, self.counts)
+        return plan(x, h, self.slots, self.counts)
 
 
 class DelayedCasts(_TensorwiseCasts):
@@ -250,19 +296,13 @@ class DelayedCasts(_TensorwiseCasts):
         super().__init__(recipe)
         self.margin, self.slots, self.counts, self.record = recipe.margin, slots, counts, record
 
-    def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
-        return self.slots, index
-
 
 class CurrentCasts(_TensorwiseCasts):
-    """Scales from the tensors themselves: an empty slot for each cast."""
+    """Scales from the tensors themselves: without slots, or with an empty one for each cast."""
 
     def __init__(self, recipe: Float8CurrentScaling) -> None:
         super().__init__(recipe)
         self.power_of_two = recipe.use_power_2_scales
-
-    def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
-        return torch.zeros(1, SLOT, dtype=torch.float32, device=like.device), 0
 
 
 class BlockCasts(Casts):

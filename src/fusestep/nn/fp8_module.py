@@ -187,10 +187,44 @@ class FP8Module(nn.Module):
 
     # Weights
 
+    def _quantized_operands(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        sources: tuple[Tensor, ...],
+        indices: tuple[int, int],
+        casts: Casts,
+        grad: bool,
+        columnwise: tuple[bool, bool],
+        first: bool | None,
+    ) -> tuple[Quantized, Quantized]:
+        """Both operands of a product forward: x (rows, in), and the weight as `_quantized_weight` finds it.
+
+        Args: indices, columnwise: of x and of the weight.
+        """
+        x_columnwise, transposed = columnwise
+        known = self._known_weight(weight, sources, indices[1], casts, grad, transposed, first)
+        if known is not None:
+            return casts.input(x, indices[0], x_columnwise), known
+        if first is None:
+            return casts.operands(x, _whole(weight, sources), indices, columnwise)
+        kept = self._keeps(grad)
+        both = casts.operands(x, _whole(weight, sources), indices, (x_columnwise, transposed or kept))
+        if kept:
+            self._keep_weight(both[1], sources, indices[1])
+        return both
+
     def _quantized_weight(
-        self, weight: Tensor, sources: tuple[Tensor, ...], index: int, casts: Casts, grad: bool, first: bool | None
+        self,
+        weight: Tensor,
+        sources: tuple[Tensor, ...],
+        index: int,
+        casts: Casts,
+        grad: bool,
+        transposed: bool,
+        first: bool | None,
     ) -> Quantized:
-        """The FP8 weight for a product forward, with its transpose if gradients are enabled.
+        """The FP8 weight for a product forward, with its transpose where the input's gradient will be wanted.
 
         A weight that lives in FP8 is used as it is. Else, in this order: what was kept of the first micro-batch, if
         this is a later one; what the optimizer wrote; or a cast, which is kept if this is the first micro-batch.
@@ -203,51 +237,71 @@ class FP8Module(nn.Module):
             first: whether this is the first of several micro-batches between two steps of the optimizer; None: no
                 copies are kept.
         """
+        quantized = self._known_weight(weight, sources, index, casts, grad, transposed, first)
+        if quantized is None:
+            kept = first is not None and self._keeps(grad)
+            quantized = casts.weight(_whole(weight, sources), index, columnwise=transposed or kept)
+            if kept:
+                self._keep_weight(quantized, sources, index)
+        return quantized
+
+    def _known_weight(
+        self,
+        weight: Tensor,
+        sources: tuple[Tensor, ...],
+        index: int,
+        casts: Casts,
+        grad: bool,
+        transposed: bool,
+        first: bool | None,
+    ) -> Quantized | None:
+        """`_quantized_weight` where it takes no cast of parameters, else None."""
         if isinstance(weight, Float8Tensor):
             if weight.quantized.block == casts.weight_block:
-                return weight.quantized_both_ways() if grad else weight.quantized
+                return weight.quantized_both_ways() if transposed else weight.quantized
             # Scales of another kind than the region's products take.
-            return casts.weight(weight.dequantize(), index, columnwise=grad)
-        if torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
-            return casts.weight(weight, index, columnwise=grad)
-        if not self.training:
-            return casts.weight(_whole(sources), index, columnwise=grad)
+            return casts.weight(weight.dequantize(), index, columnwise=transposed)
+        if not self.training or torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
+            return None
         if first is False:
             kept = (self._cached or {}).get(index)
             if kept is not None and kept[1] == _states_of(sources):
                 quantized: Quantized = kept[0]
                 return quantized
-        if not grad:
-            return casts.weight(_whole(sources), index, columnwise=False)
         # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
-        if not is_counting() and all(source.is_leaf for source in sources):
-            copies = self._copies_of(sources, index, casts)
-            if copies.is_current(*sources) and copies.quantized is not None:
+        if grad and not is_counting() and all([source.is_leaf for source in sources]):
+            copies = self._copies_of(sources, index, casts, transposed)
+            if copies.is_current(*sources):
                 return copies.quantized
-        quantized = casts.weight(_whole(sources), index, columnwise=True)
-        if first is not None:
-            cached = self._cached
-            if cached is None:
-                cached = self.__dict__["_cached"] = {}
-            cached[index] = (quantized, _states_of(sources))
-        return quantized
+        return None
+
+    def _keeps(self, grad: bool) -> bool:
+        """Whether a cast of the weight may serve the micro-batches that follow."""
+        return grad and self.training and not torch.compiler.is_compiling()
+
+    def _keep_weight(self, quantized: Quantized, sources: tuple[Tensor, ...], index: int) -> None:
+        cached = self._cached
+        if cached is None:
+            cached = self.__dict__["_cached"] = {}
+        cached[index] = (quantized, _states_of(sources))
 
     def drop_caches(self) -> None:
         """Forget the casts that micro-batches share; `fusestep.refresh` calls this after a write through `.data`."""
         self.__dict__["_cached"] = None
 
-    def _copies_of(self, sources: tuple[Tensor, ...], index: int, casts: Casts) -> WeightCopies:
-        """The copies that the optimizer is asked to write."""
+    def _copies_of(self, sources: tuple[Tensor, ...], index: int, casts: Casts, transposed: bool) -> WeightCopies:
+        """The copies that the optimizer is asked to write, at least with what this call needs."""
         asked = self._asked
         if asked is None:
             asked = self.__dict__["_asked"] = {}
         known = asked.get(index)
         if known is not None and known[0] is casts and known[1].are_of(sources):
             copies: WeightCopies = known[1]
-            return copies
+            if copies.form.transposed or not transposed:
+                return copies
         slots = None if self.fp8_state is None else self.fp8_state.slots
         assert self._recipe is not None
-        copies = attach(sources, self._recipe, slots, index)
+        copies = attach(sources, self._recipe, slots, index, transposed=transposed)
         asked[index] = (casts, copies)
         return copies
 
@@ -368,9 +422,9 @@ class FP8Module(nn.Module):
         self.__dict__["_has_unrolled"] = True
 
 
-def _whole(sources: tuple[Tensor, ...]) -> Tensor:
+def _whole(weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     """A weight, put together where it is several parameters; within a Function, so no gradient passes here."""
-    return sources[0] if len(sources) == 1 else torch.cat(sources)
+    return weight if len(sources) == 1 or torch.compiler.is_compiling() else torch.cat(sources)
 
 
 def _states_of(parameters: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:

@@ -162,7 +162,7 @@ class _LayerNormLinear(torch.autograd.Function):
         norm = Norm(norm_weight, norm_bias, eps, centred)
         normed = casts.norm(x, residual, norm, INPUT, grad and weight_needed, dtype, keep_output)
         quantized = normed.quantized
-        quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, through, first)
+        quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, grad, through, first)
         y = forward_product(casts, quantized, quantized_weight, bias, dtype)
         if grad:
             ctx.set_materialize_grads(False)

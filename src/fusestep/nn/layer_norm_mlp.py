@@ -229,10 +229,10 @@ class _LayerNormMLP(torch.autograd.Function):
         norm = Norm(norm_weight, norm_bias, eps, centred)
         normed = casts.norm(x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output)
         n = normed.quantized
-        w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, through_fc1, first)
+        w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, grad, through_fc1, first)
         h = forward_product(casts, n, w1, fc1_bias, dtype)
         a = casts.activation(h, activation, FC2_INPUT, grad and fc2_needed)
-        w2 = module._quantized_weight(fc2_weight, (fc2_weight,), FC2_WEIGHT, casts, through_fc2, first)
+        w2 = module._quantized_weight(fc2_weight, (fc2_weight,), FC2_WEIGHT, casts, grad, through_fc2, first)
         y = forward_product(casts, a, w2, fc2_bias, dtype)
         if grad:
             ctx.set_materialize_grads(False)

@@ -31,6 +31,7 @@ from fusestep.ops.scaled_mm import multiply
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
+_OPERANDS = INPUT, WEIGHT
 
 
 class Linear(FP8Module):
@@ -189,21 +190,16 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
         module, casts, sources, grad, first = call
         x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
-        features = x.shape[-1]
-        rows = x if x.dim() == 2 else x.reshape(-1, features)
-        quantized_x = casts.input(rows, INPUT, columnwise=grad and weight_needed)
-        quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, grad and x_needed, first)
-        y = forward_product(casts, quantized_x, quantized_weight, bias, activation_dtype(x))
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        columnwise = grad and weight_needed, grad and x_needed
+        q_x, q_weight = module._quantized_operands(rows, weight, sources, _OPERANDS, casts, grad, columnwise, first)
+        y = forward_product(casts, q_x, q_weight, bias, activation_dtype(x))
         if grad:
-            ctx.save_for_backward(
-                quantized_x.transposed,
-                quantized_x.transposed_scale_inv,
-                quantized_weight.transposed if x_needed else None,
-                quantized_weight.transposed_scale_inv if x_needed else None,
-            )
-            ctx.casts, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = casts, x.shape, x.dtype, weight.dtype
-            ctx.sums_dtype = bias.dtype if bias is not None and bias_needed else None
-        return shaped(y, x)
+            kept = (q_weight.transposed, q_weight.transposed_scale_inv) if x_needed else (None, None)
+            ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *kept)
+            sums_dtype = bias.dtype if bias is not None and bias_needed else None
+            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
+        return y if rows is x else shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -215,19 +211,20 @@ class _Linear(torch.autograd.Function):
     def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        casts: Casts = ctx.casts
-        rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+        casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
+        is_matrix = dy.dim() == 2
+        rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if x_needed or weight_needed:
-            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, ctx.sums_dtype)
-            features = ctx.x_shape[-1]
+            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, sums_dtype)
+            features = x_shape[-1]
             if x_needed:
-                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, ctx.x_dtype)
-                dx = dx if dy.dim() == 2 else dx.view(ctx.x_shape)
+                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
+                dx = dx if is_matrix else dx.view(x_shape)
             if weight_needed:
-                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, ctx.weight_dtype)
-        elif ctx.sums_dtype is not None:
-            dbias = rows.sum(0, dtype=torch.float32).to(ctx.sums_dtype)
+                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
+        elif sums_dtype is not None:
+            dbias = rows.sum(0, dtype=torch.float32).to(sums_dtype)
         return dx, dweight, dbias, None
 
 

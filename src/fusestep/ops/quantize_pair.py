@@ -368,7 +368,7 @@ def plan_pair(
     margin: int,
     power_of_two: bool,
 ) -> PairPlan | None:
-    """The plan of casting two matrices that `check_quantize` has passed, or None where no kernel takes them together."""
+    """The plan of casting two matrices that `check_quantize` has passed; None where no kernel takes both."""
     a_stride, b_stride = row_stride(a), row_stride(b)
     if a_stride is None or b_stride is None or a.shape[1] != b.shape[1] or not a.numel() or not b.numel():
         return None
