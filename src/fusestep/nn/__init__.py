@@ -2,6 +2,7 @@
 
 from fusestep.nn import functional
 from fusestep.nn.attention import DotProductAttention
+from fusestep.nn.grouped_linear import GroupedLinear
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
 from fusestep.nn.linear import Linear
@@ -14,6 +15,7 @@ __all__ = [
     "DotProductAttention",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -1,0 +1,203 @@
+"""Arguments of Transformer Engine that mean nothing here, those that are refused, and its defaults that need a look.
+
+`WITHOUT_EFFECT` and `REFUSED` are what the documentation's tables are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from fusestep import dispatch
+from fusestep.compat import report, settings
+from fusestep.errors import UserError
+
+PACKAGE = "transformer_engine.pytorch"
+
+#: Arguments that are taken and change nothing, and why that is harmless.
+WITHOUT_EFFECT = {
+    "sequence_parallel": "it divides sequences among the ranks of tensor parallelism; there is one rank",
+    "parallel_mode, set_parallel_mode": "they tell how ranks share a layer; there is one rank",
+    "tp_group, tp_size": "taken for one rank",
+    "cp_group, cp_global_ranks, cp_stream, cp_comm_type": "taken for one rank",
+    "ub_name": "names the buffers of an overlap that is refused",
+    "ub_overlap_ag, ub_overlap_rs, … of TransformerLayer": "they refine ub_tp_comm_overlap, which is refused",
+    "seq_length, micro_batch_size": "they warm up kernels; ours need no warming",
+    "layer_number": "numbers a layer for the reader",
+    "save_original_input": "chooses what is kept for backward; results are the same",
+    "return_layernorm_output_gathered": "with one rank it is return_layernorm_output",
+    "sm_margin": "leaves multiprocessors to other work; results are the same",
+    "fast_zero_fill, num_splits": "choices of speed inside attention",
+    "fused (apply_rotary_pos_emb)": "the rotation is always one kernel",
+    "store_param_remainders (FusedAdam)": "masters are whole fp32 tensors, which takes two more bytes a parameter",
+    "is_cg_capturable (parallel_cross_entropy)": "the loss never waits for the device",
+    "_graph (autocast)": "Transformer Engine's own mark",
+    "interval (DelayedScaling, 1.x)": "without effect since 1.8",
+    "fp8_weight_caching, cache_quantized_params, is_first_microbatch (of graphed callables)": (
+        "a graph casts its weights at each replay"
+    ),
+}
+
+_RANKS = "run with one rank, or use torch's DDP or FSDP2 around the model"
+_OVERLAP = "leave it False; products and communication do not overlap"
+_HIGH = "leave it out; modules exchange tensors in high precision"
+_SCORES = "pass core_attention_bias, or torch's flex_attention for a function of scores"
+
+#: For each argument: the values that are served, what to do instead of another one, and whether it is planned.
+REFUSED: dict[str, tuple[tuple[Any, ...], str, bool]] = {
+    "fp8_output": ((False,), _HIGH, False),
+    "fp8_grad": ((False,), _HIGH, False),
+    "delay_wgrad_compute": ((False,), "leave it False; gradients of weights are computed in backward", False),
+    "symmetric_ar_type": ((None,), "leave it out", False),
+    **dict.fromkeys(
+        (
+            *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
+            "ub_tp_comm_overlap",
+        ),
+        ((False,), _OVERLAP, False),
+    ),
+    "out": ((None,), "leave it out; the output is a new tensor", False),
+    "dgrad_out": ((None,), "leave it out; the gradient is a new tensor", False),
+    "single_grouped_weight": ((False,), "leave it False; each layer has its own weight", False),
+    "single_grouped_bias": ((False,), "leave it False; each layer has its own bias", False),
+    "use_grouped_tensor": ((None, False), "leave it out", False),
+    "activation_params": ((None,), "use the activation with its usual constants", False),
+    "softmax_type": (("vanilla",), "use the ordinary softmax", False),
+    "return_max_logit": ((False,), "leave it False", False),
+    "inference_params": (
+        (None,),
+        "compute the whole prefix at each step, which takes any length, or generate with fusestep.models",
+        False,
+    ),
+    "pad_between_seqs": ((None, False), "pack sequences without padding between them", False),
+    "cu_seqlens_q_padded": ((None,), "pack sequences without padding between them", False),
+    "cu_seqlens_kv_padded": ((None,), "pack sequences without padding between them", False),
+    "bf16_backward": ((False,), "leave it False; attention computes in the dtype of its inputs", False),
+    **dict.fromkeys(
+        ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), ((None,), _SCORES, False)
+    ),
+    "distribute_saved_activations": ((False,), _RANKS, True),
+    "retain_graph_in_backward": ((False,), "run backward once for each forward of a graph", False),
+    "capture_time_hooks": ((None,), "register hooks on a module that contains the graphed one", False),
+    "_order": ((None,), "capture modules in the order in which they run", False),
+    "_num_layers_per_chunk": ((None,), "capture modules in the order in which they run", False),
+    "_reuse_graph_input_output_buffers": ((False,), "leave it False", False),
+}
+
+
+class _Default(str):
+    """A default that can be told from the same value when it is passed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+#: The layout of TransformerLayer, MultiheadAttention and DotProductAttention where the script names none.
+SBHD = _Default("sbhd")
+
+Layout = Literal["bshd", "sbhd", "thd"]
+
+
+def refuse(who: str, **arguments: Any) -> None:
+    """Refuse values that are not served.
+
+    Args:
+        who: the class or function, after the package's name.
+        arguments: of REFUSED.
+    Raises: NotImplementedError with the name, what to use instead, and whether it is planned.
+    """
+    for name, value in arguments.items():
+        served, instead, planned = REFUSED[name]
+        if not any(value is one or (isinstance(value, type(one)) and value == one) for one in served):
+            shown = value if isinstance(value, (bool, int, str)) else "…"
+            raise report.not_served(f"{PACKAGE}.{who}({name}={shown!r})".replace("'…'", "…"), instead, planned)
+
+
+def check_ranks(who: str, group: Any, size: int = 1, argument: str = "tp") -> None:
+    """Refuse more than one rank of tensor or context parallelism.
+
+    Raises: NotImplementedError.
+    """
+    groups = group if isinstance(group, (list, tuple)) else [] if group is None else [group]
+    sizes = [torch.distributed.get_world_size(one) for one in groups]
+    if isinstance(size, int) and max([size, *sizes]) > 1:
+        raise report.not_served(f"{PACKAGE}.{who}({argument}_group of {max([size, *sizes])} ranks)", _RANKS, True)
+
+
+def placed(who: str, device: torch.device | str | int | None) -> torch.device | str | int | None:
+    """The device for parameters: the CPU where the default "cuda" is not there, which is announced."""
+    kind = torch.device("cuda", device).type if isinstance(device, int) else device and torch.device(device).type
+    if kind != "cuda" or torch.cuda.is_available():
+        return device
+    reason = "modules of Transformer Engine are built on CUDA by default, and there is none, so this one is on the CPU"
+    dispatch.announce(f"{PACKAGE}.{who}", reason)
+    return "cpu"
+
+
+def layout_of(chosen: str) -> Layout:
+    """The layout that a layer works in: what the script says, else sbhd, or what `fusestep run` was asked for."""
+    if chosen is SBHD:
+        return settings.te_layout() or "sbhd"
+    return cast("Layout", chosen)
+
+
+def advise_on_layout(argument: str, lengths: tuple[int, int]) -> None:
+    """Say once, at the end of the run, that attention ran over the first dimension though that looks like the batch.
+
+    Args:
+        argument: the one that names the layout.
+        lengths: of the first two dimensions, with a causal mask and a layout that nobody chose.
+    """
+    if lengths[0] < lengths[1]:
+        report.hint(
+            f"Transformer Engine's layers take (sequence, batch, …) unless told otherwise, so attention ran over the "
+            f"first dimension, of {lengths[0]}, and not over the second, of {lengths[1]}; if the first is your batch, "
+            f'pass {argument}="bshd", or run `fusestep run --te-layout bshd`.'
+        )
+
+
+def one_of(who: str, new: str, value: Any, old: str, old_value: Any) -> Any:
+    """An argument that has an old name too.
+
+    Raises: UserError if both are given, or neither.
+    """
+    if (value is None) == (old_value is None):
+        given = "both are given" if value is not None else "neither is given"
+        raise UserError(f"{who}: {new} and {old} are two names of one argument and {given}; pass {new}.")
+    return old_value if value is None else value
+
+
+@contextmanager
+def own_randomness(tracker: Callable[[], Any] | None, name: str | None = None) -> Iterator[None]:
+    """Draw random numbers from the states of a tracker, CudaRNGStatesTracker for instance, where there is one."""
+    if tracker is None:
+        yield
+        return
+    with tracker().fork() if name is None else tracker().fork(name):
+        yield
+
+
+def accumulate_into_main_grad(module: nn.Module, names: list[str]) -> None:
+    """For fuse_wgrad_accumulation: gradients of these weights go to their `main_grad`."""
+    for name in names:
+        weight = getattr(module, name)
+        weight.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+
+@torch.no_grad()
+def _add_to_main_grad(weight: torch.Tensor) -> None:
+    main = getattr(weight, "main_grad", None)
+    if not isinstance(main, torch.Tensor):
+        raise UserError(
+            "fuse_wgrad_accumulation: a weight has no main_grad to add its gradient to; give each weight a tensor "
+            "weight.main_grad of its shape before backward, or leave the argument out."
+        )
+    if weight.grad is not None:
+        main.add_(weight.grad)
+        weight.grad = None
