@@ -1,11 +1,18 @@
 """Compile every launch of every kernel for six generations of GPU, on a machine without one.
 
-    python tools/check_kernels.py [OP…]
+    python tools/check_kernels.py [--chip CAPABILITY]… [OP…]
 
 Each configuration that an op lists in `compilations()` goes through `triton.compile` down to machine code. It must
 compile, and its shared memory must fit what a block may have on that chip. Registers and the bytes of stack that
 spilled registers take are read from the machine code and shown. A kernel that no configuration covers is an error, so
 that none escapes.
+
+Every configuration is built for the oldest chip that launches it and for the newest: 8.0 and 12.0. For 9.0 it is built
+by tools/check_triton36.py, with the oldest Triton that we serve. The other pairs prove least, since Triton makes nearly
+the same of a kernel there: up to the code for the GPU (TTGIR) all of 8.0 to 9.0 are one, as are 10.0 and 12.0, and the
+shared memory with it; in PTX 8.6 is 8.9 and 10.0 is 12.0, while 9.0 is 8.9 but for arithmetic in bf16. They are built
+for each kernel's configurations with the most shared memory and with the most registers, and wherever the shared memory
+that other chips took is more than the chip has. With --chip, every configuration is built for the named chips alone.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,6 +49,10 @@ from fusestep.ops.registry import Compilation, load_catalogue
 # "Technical Specifications per Compute Capability".
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 THREADS_PER_BLOCK = 1024
+NEWEST = max(SHARED_MEMORY)
+
+# A configuration by its number in `configurations()`, and the chips to build it for.
+Task = tuple[int, tuple[int, ...]]
 
 PROBE = Compilation(hardware._probe_kernel, "the doctor's probe", {"out_ptr": "*fp32"}, {}, num_warps=4)
 
@@ -79,6 +90,7 @@ def key(one: Compilation) -> tuple[Any, ...]:
         one.num_stages,
         tuple(sorted(one.divisible_by_16)),
         one.minimum_capability,
+        one.maximum_registers,
     )
 
 
@@ -130,22 +142,49 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def build_numbered(index: int) -> list[Built]:
+def launched_on(one: Compilation) -> list[int]:
+    """The chips on which dispatch launches a configuration, oldest first."""
+    return [target for target in SHARED_MEMORY if target >= one.minimum_capability]
+
+
+def left_to_build(built: dict[int, list[Built]]) -> list[Task]:
+    """What the builds of every configuration (by its number) leave to be seen on further chips."""
+    found = configurations()
+    of_kernel: dict[int, list[int]] = {}
+    for index in built:
+        of_kernel.setdefault(id(found[index][1].kernel), []).append(index)
+    demanding = set()
+    for members in of_kernel.values():
+        demanding.add(max(members, key=lambda index: max(one.shared for one in built[index])))
+        demanding.add(max(members, key=lambda index: max((one.registers, one.stack) for one in built[index])))
+
+    tasks: list[Task] = []
+    for index, them in built.items():
+        shared = max(one.shared for one in them)
+        for target in launched_on(found[index][1]):
+            wanted = index in demanding or shared > SHARED_MEMORY[target]
+            if wanted and all(one.target != target for one in them):
+                tasks.append((index, (target,)))
+    return tasks
+
+
+def build_task(task: Task) -> list[Built]:
     """`build` for another process, which lists the configurations again: kernels do not travel between processes."""
-    return build(*configurations()[index])
+    index, targets = task
+    return build(*configurations()[index], targets)
 
 
-def build(op: str, one: Compilation) -> list[Built]:
-    """Compile one configuration for every chip that it is launched on."""
+def build(op: str, one: Compilation, targets: Iterable[int]) -> list[Built]:
+    """Compile one configuration for each of the chips."""
     position = {name: place for place, name in enumerate(one.kernel.arg_names)}
     attributes = {(position[name],): [["tt.divisibility", 16]] for name in one.divisible_by_16}
     source = ASTSource(one.kernel, dict(one.signature), dict(one.constexprs), attributes)
     # Named, since the default differs between Triton's versions, and 3.9 warns where it is left open.
     options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": True}
+    if one.maximum_registers is not None:
+        options["maxnreg"] = one.maximum_registers
     results = []
-    for target, limit in SHARED_MEMORY.items():
-        if target < one.minimum_capability:
-            continue
+    for target in targets:
         try:
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         except Exception as error:  # whatever the compiler raises is this check's finding
@@ -155,8 +194,8 @@ def build(op: str, one: Compilation) -> list[Built]:
         shared = compiled.metadata.shared
         registers, stack = resources(compiled.asm["cubin"])
         failure = None
-        if shared > limit:
-            failure = f"needs {shared} bytes of shared memory, a block has {limit}"
+        if shared > SHARED_MEMORY[target]:
+            failure = f"needs {shared} bytes of shared memory, a block has {SHARED_MEMORY[target]}"
         elif compiled.metadata.num_warps * 32 > THREADS_PER_BLOCK:
             failure = f"needs {compiled.metadata.num_warps * 32} threads, a block has {THREADS_PER_BLOCK}"
         results.append(Built(op, one.label, target, shared, registers, stack, failure))
@@ -186,31 +225,56 @@ def report(results: list[Built]) -> None:
         print(f"note: {op}, {label} keeps registers on the stack: {where}")
 
 
+def build_all(pool: Executor, what: str, tasks: list[Task]) -> list[list[Built]]:
+    """What each of the tasks became."""
+    print(f"{what}: {sum(len(targets) for _, targets in tasks)} builds", flush=True)
+    started = time.monotonic()
+    results = []
+    for done, built in enumerate(pool.map(build_task, tasks), 1):
+        results.append(built)
+        if done % 50 == 0 or done == len(tasks):
+            print(f"  {done}/{len(tasks)} after {time.monotonic() - started:.0f} s", flush=True)
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops (default: all)")
-    wanted = parser.parse_args().ops
+    parser.add_argument(
+        "--chip",
+        dest="chips",
+        action="append",
+        type=int,
+        choices=list(SHARED_MEMORY),
+        help="build every configuration for this chip, as 90, and for no other that is not named too",
+    )
+    options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
     found = configurations()
-    unknown = set(wanted) - {op for op, _ in found}
+    ops = {op for op, _ in found}
+    unknown = set(options.ops) - ops
     if unknown:
-        parser.error(
-            f"no op is named {', '.join(sorted(unknown))}; there are {', '.join(sorted({op for op, _ in found}))}"
-        )
-    chosen = [index for index, (op, _) in enumerate(found) if not wanted or op in wanted]
+        parser.error(f"no op is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(ops))}")
 
+    tasks: list[Task] = []
+    for index, (op, one) in enumerate(found):
+        chips = launched_on(one)
+        everywhere = {chips[0], NEWEST} if options.chips is None else set(options.chips)
+        targets = tuple(target for target in chips if target in everywhere)
+        if targets and (not options.ops or op in options.ops):
+            tasks.append((index, targets))
+    if not tasks:
+        parser.error("none of these kernels is launched on these chips")
+    workers = min(len(tasks), os.cpu_count() or 1)
+    print(f"Triton {triton.__version__}: {len(tasks)} configurations, {workers} processes", flush=True)
     started = time.monotonic()
-    workers = min(len(chosen), os.cpu_count() or 1)
-    print(
-        f"Triton {triton.__version__}: {len(chosen)} configurations × {len(SHARED_MEMORY)} chips, {workers} processes"
-    )
-    results: list[Built] = []
     with ProcessPoolExecutor(workers) as pool:
-        for done, built in enumerate(pool.map(build_numbered, chosen), 1):
-            results += built
-            if done % 25 == 0:
-                print(f"  {done}/{len(chosen)} after {time.monotonic() - started:.0f} s", flush=True)
+        built = build_all(pool, "Every configuration", tasks)
+        results = [one for them in built for one in them]
+        if options.chips is None:
+            left = left_to_build({index: them for (index, _), them in zip(tasks, built, strict=True)})
+            results += [one for them in build_all(pool, "The most demanding elsewhere", left) for one in them]
     report(results)
 
     errors = [f"{one.op}, {one.label}, sm_{one.target}: {one.failure}" for one in results if one.failure]

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops.block_scaling_kernel import TILE, constants, prepare, quantize_blocks_kernel
+from fusestep.ops.block_scaling_kernel import TILE, block_launch, constants, prepare, quantize_blocks_kernel
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
-from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
+from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
 from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import keep
@@ -133,8 +133,9 @@ def run_quantize_blocks(
     key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, column_sums)
     launch = _launches.get(key)
     if launch is None:
-        sizes = ((rows, columns), x.stride(0), (padded(rows), padded(columns)))
-        launch = keep(_launches, key, prepare(x.device, *sizes, dtype, (height, width), power_of_two))
+        padded_shape = padded(rows), padded(columns)
+        prepared = prepare(x, padded_shape, dtype, (height, width), power_of_two, columnwise, column_sums)
+        launch = keep(_launches, key, prepared)
     as_stored = data, transposed
     if not has_fp8_cast(x.device):  # nor do Triton's pointers know of FP8
         as_stored = data.view(torch.uint8), transposed.view(torch.uint8)
@@ -253,45 +254,47 @@ def prove(device: torch.device) -> list[Proof]:
 
 
 def compilations() -> Iterator[Compilation]:
-    """The launches of the recipes: activations, gradients with a bias, weights; both forms, which hold the most.
+    """The launches of the recipes: activations, gradients with a bias, weights; before Hopper with integers.
 
-    Before Hopper bytes are made with integers.
+    Of each launch what holds the most: both forms, unless it is for one.
     """
-    for label, element, dtype, block, power_of_two, has_sums, hardware_cast in (
-        ("activations", "bf16", torch.float8_e4m3fn, (1, 128), True, False, True),
-        ("activations, before Hopper", "bf16", torch.float8_e4m3fn, (1, 128), True, False, False),
-        ("gradients, bias", "bf16", torch.float8_e5m2, (1, 128), True, True, True),
-        ("activations, fp32 scales", "fp32", torch.float8_e4m3fn, (1, 128), False, False, True),
-        ("weights", "fp32", torch.float8_e4m3fn, (128, 128), True, False, True),
-        ("weights, before Hopper", "fp32", torch.float8_e4m3fn, (128, 128), True, False, False),
-        ("MXFP8 gradients, bias", "bf16", torch.float8_e4m3fn, (1, 32), True, True, True),
+    e4m3, e5m2 = FORMATS
+    row, tile, microblock = BLOCKS
+    for label, element, dtype, block, power_of_two, columnwise, has_sums, hardware_cast in (
+        ("activations", torch.bfloat16, e4m3, row, True, True, False, True),
+        ("activations, before Hopper", torch.bfloat16, e4m3, row, True, True, False, False),
+        ("activations, rows alone", torch.bfloat16, e4m3, row, True, False, False, True),
+        ("gradients, bias", torch.bfloat16, e5m2, row, True, True, True, True),
+        ("activations, fp32 scales", torch.float32, e4m3, row, False, True, False, True),
+        ("weights, bf16", torch.bfloat16, e4m3, tile, True, True, False, True),
+        ("weights", torch.float32, e4m3, tile, True, True, False, True),
+        ("weights, before Hopper", torch.float32, e4m3, tile, True, True, False, False),
+        ("MXFP8 gradients, bias", torch.bfloat16, e4m3, microblock, True, True, True, True),
+        ("MXFP8, rows alone", torch.float32, e4m3, microblock, True, False, False, True),
     ):
+        launch = block_launch(block, columnwise, has_sums, element.itemsize)
         data = "*u8"
         if hardware_cast:
-            data = "*fp8e4nv" if dtype == torch.float8_e4m3fn else "*fp8e5"
-        scales = "*u8" if block[1] == 32 else "*fp32"
-        pointers = {
-            "x_ptr": f"*{element}",
-            "data_ptr": data,
-            "scales_ptr": scales,
-            "transposed_ptr": data,
-            "transposed_scales_ptr": scales,
-        }
-        numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")
-        constexprs = constants(dtype, block, power_of_two, hardware_cast)
-        warps = constexprs.pop("num_warps")
+            data = "*fp8e4nv" if dtype == e4m3 else "*fp8e5"
+        scales = "*u8" if block == microblock else "*fp32"
+        pointers = {"x_ptr": f"*{SHORT_NAMES[element]}", "data_ptr": data, "scales_ptr": scales}
+        if columnwise:
+            pointers |= {"transposed_ptr": data, "transposed_scales_ptr": scales}
         if has_sums:
             pointers["sums_ptr"] = "*fp32"
-        else:
-            constexprs["sums_ptr"] = None
+        numbers = dict.fromkeys(("rows", "columns", "row_stride", "padded_rows", "padded_columns"), "i32")
+        constexprs = constants(dtype, block, power_of_two, hardware_cast) | {"ROWS": launch.rows}
+        absent = {"transposed_ptr", "transposed_scales_ptr", "sums_ptr"} - set(pointers)
+        constexprs |= dict.fromkeys(absent)
         yield Compilation(
             quantize_blocks_kernel,
             label,
             pointers | numbers | dict.fromkeys(constexprs, "constexpr"),
             constexprs,
-            warps,
+            launch.warps,
             divisible_by_16=frozenset(pointers) | {"columns", "row_stride", "padded_rows", "padded_columns"},
             minimum_capability=90 if hardware_cast else 80,
+            maximum_registers=launch.registers,
         )
 
 

@@ -1,22 +1,22 @@
 """The kernel of block scaling: x is read once, both forms are written; the formulas stand in block_scaling.py.
 
-A program works on a tile of 128 × 128, which has whole blocks in both directions, HEIGHT rows at a time. The columns'
-scales are known when all rows have been seen; the tile is then loaded again, from the cache, which is cheaper than the
-registers that would hold it.
+A program works on a tile of 128 columns, and of 128 rows where blocks run down: whole blocks in both directions. The
+tile is held in registers, each half of it in four parts, which are every fourth row: their bytes stay in words of four
+columns, and a thread turns 4 × 4 of them into words of four rows by itself. It is cast by the scales of its rows, and
+again by those of its columns.
 
-Largest magnitudes are maxima of the bits of |x| as integers: there NaN is above infinity, and no maximum can lose it.
-Data are handled as bytes from the cast on: a compiler for Hopper was seen to write foreign bytes where a kernel stores
-both a matrix of FP8 and its transpose (triton#11111).
+Maxima never lose a NaN: they either propagate it, or are of the bits of |x| as integers, where NaN is above infinity.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusestep.language import tl, triton
-from fusestep.ops.fp8_cast import fp8_code, has_fp8_cast, magnitude_bits, scaled_values
+from fusestep.ops.fp8_cast import fp8_words, has_fp8_cast, scaled_values, transposed_words
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
@@ -24,30 +24,34 @@ _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
 
 TILE = 128
 
-#: Rows that are worked on at once: a column's block of MXFP8.
-HEIGHT = tl.constexpr(32)
-
-WARPS = 8
-
 
 @triton.jit
-def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _scale(amax_bits, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """(scale, its inverse) of blocks of these largest magnitudes."""
     is_usable = (amax_bits > 0) & (amax_bits < 0x7F800000)
-    amax = tl.where(is_usable, amax_bits.to(tl.float32, bitcast=True), 1.0)
-    # Of this amax the scale is the largest one, exactly; below it the quotient might overflow.
-    SMALLEST: tl.constexpr = LARGEST * _SMALLEST_INVERSE
-    amax = tl.where(amax > SMALLEST, amax, SMALLEST)
-    scale = tl.div_rn(tl.zeros_like(amax) + LARGEST, amax)
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(is_usable, scale, 1.0)
-    return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        # Without a division. The largest value is 1.75 · 2^8 or 2^15, so exponents subtract, and one more is lost
+        # where the amax has a mantissa above 1.75. At 2^126 a scale ends.
+        EXPONENT: tl.constexpr = 127 + 127 + (8 if E4M3 else 15)
+        exponent = tl.minimum(EXPONENT - ((amax_bits + 0x1FFFFF) >> 23), 253)
+        exponent = tl.where(is_usable, exponent, 127)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
+        # Of the smallest amax the scale is the largest one, exactly; below it the quotient might overflow.
+        SMALLEST: tl.constexpr = LARGEST * _SMALLEST_INVERSE
+        amax = tl.where(is_usable, amax_bits.to(tl.float32, bitcast=True), 1.0)
+        amax = tl.where(amax > SMALLEST, amax, SMALLEST)
+        scale = tl.where(is_usable, tl.div_rn(tl.zeros_like(amax) + LARGEST, amax), 1.0)
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return scale, inverse
 
 
 @triton.jit
-def _microscale(amax_bits, LARGEST: tl.constexpr):
+def _microscale(amax_bits, E4M3: tl.constexpr):
     """(scale, E8M0 exponent) of blocks of these largest magnitudes."""
+    LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
     amax = amax_bits.to(tl.float32, bitcast=True)
     bits = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
     exponent = bits >> 23
@@ -62,26 +66,175 @@ def _microscale(amax_bits, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, top, left, rows, columns, row_stride):
-    """HEIGHT rows of a tile in fp32, zero beyond the matrix."""
-    row = top + tl.arange(0, HEIGHT)[:, None]
-    column = left + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + row * row_stride + column, mask=(row < rows) & (column < columns), other=0.0)
-    return x.to(tl.float32)
+def _scales(amax_bits, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, WIDTH: tl.constexpr):
+    """(scale, what is stored of it) of blocks of these largest magnitudes, 1 × WIDTH."""
+    if WIDTH == 32:
+        scale, stored = _microscale(amax_bits, E4M3)
+    else:
+        scale, stored = _scale(amax_bits, E4M3, POWER_OF_TWO)
+    return scale, stored
 
 
 @triton.jit
-def _store(code, data_ptr, top, left, padded_rows, padded_columns, IS_TRANSPOSED: tl.constexpr):
-    """Store the bytes of what `_load` gave, as they stand or transposed."""
-    row = top + tl.arange(0, HEIGHT)
-    column = left + tl.arange(0, 128)
-    bytes_ptr = data_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    if IS_TRANSPOSED:
-        mask = (column < padded_columns)[:, None] & (row < padded_rows)[None, :]
-        tl.store(bytes_ptr + column[:, None] * padded_rows + row[None, :], tl.trans(code), mask=mask)
+def _widened(x, IN_HARDWARE: tl.constexpr):
+    """x in fp32. Of two bf16 in a register the compiler would first move the upper one down, then up again."""
+    if IN_HARDWARE and x.dtype == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
     else:
-        mask = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
-        tl.store(bytes_ptr + row[:, None] * padded_columns + column[None, :], code, mask=mask)
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _load(x_ptr, stride, rows, columns, HALF: tl.constexpr, IN_HARDWARE: tl.constexpr):
+    """Half a tile in fp32, zero beyond `rows` and `columns`: four parts (HALF / 4, 128), each every fourth row."""
+    row = tl.arange(0, HALF // 4)[:, None] * 4
+    column = tl.arange(0, 128)[None, :]
+    x_ptr += row.to(tl.int64) * stride + column
+    inside = column < columns
+    a = tl.load(x_ptr, mask=inside & (row < rows), other=0.0)
+    b = tl.load(x_ptr + stride, mask=inside & (row + 1 < rows), other=0.0)
+    c = tl.load(x_ptr + 2 * stride, mask=inside & (row + 2 < rows), other=0.0)
+    d = tl.load(x_ptr + 3 * stride, mask=inside & (row + 3 < rows), other=0.0)
+    return _widened(a, IN_HARDWARE), _widened(b, IN_HARDWARE), _widened(c, IN_HARDWARE), _widened(d, IN_HARDWARE)
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of |a| and |b|; NaN if one is."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _bits(magnitudes):
+    """The bits of magnitudes, as integers; NaN is above infinity there."""
+    return magnitudes.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _cast_rows(x, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr, POWER_OF_TWO: tl.constexpr, WIDTH: tl.constexpr):
+    """(words, stored scales) of rows (rows, 128), whose blocks run along them."""
+    PARTS: tl.constexpr = 128 // WIDTH
+    ROWS: tl.constexpr = x.shape[0]
+    # Of four columns first, which a thread holds: no thread need tell another more than that.
+    even, odd = tl.split(tl.reshape(x, [ROWS, 32, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    bits = _bits(_larger(_larger(first, second), _larger(third, fourth)))
+    amax = tl.max(tl.reshape(bits, [ROWS, PARTS, WIDTH // 4]), axis=2, keep_dims=True)
+    scale, stored = _scales(amax, E4M3, POWER_OF_TWO, WIDTH)
+    wide = tl.reshape(tl.broadcast_to(scale, [ROWS, PARTS, WIDTH]), [ROWS, 128])
+    return fp8_words(scaled_values(x, wide), E4M3, HARDWARE_CAST), tl.reshape(stored, [ROWS, PARTS])
+
+
+@triton.jit
+def _store_rows(words_ptr, words, rows, columns, stride):
+    """Store one part of half a tile, words of four columns; `columns` and `stride` in words."""
+    row = tl.arange(0, words.shape[0])[:, None] * 4
+    column = tl.arange(0, words.shape[1])[None, :]
+    tl.store(words_ptr + row.to(tl.int64) * stride + column, words, mask=(row < rows) & (column < columns))
+
+
+@triton.jit
+def _store_half(words_ptr, half, rows, columns, stride):
+    """Store four such parts."""
+    a, b, c, d = half
+    _store_rows(words_ptr, a, rows, columns, stride)
+    _store_rows(words_ptr + stride, b, rows, columns, stride)
+    _store_rows(words_ptr + 2 * stride, c, rows, columns, stride)
+    _store_rows(words_ptr + 3 * stride, d, rows, columns, stride)
+
+
+@triton.jit
+def _store_transposed(words_ptr, half, rows, columns, stride, IN_HARDWARE: tl.constexpr):
+    """Store them transposed, in words of four rows; `rows` and `stride` in words."""
+    a, b, c, d = half
+    words = transposed_words(a, b, c, d, IN_HARDWARE)
+    column = tl.arange(0, words.shape[0])[:, None]
+    row = tl.arange(0, words.shape[1])[None, :]
+    tl.store(words_ptr + column.to(tl.int64) * stride + row, words, mask=(column < columns) & (row < rows))
+
+
+@triton.jit
+def _in_turn(a, b, c, d):
+    """(rows, columns) of four parts (rows / 4, columns), each of which is every fourth row."""
+    joined = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), [0, 2, 3, 1])
+    return tl.reshape(joined, [a.shape[0] * 4, a.shape[1]])
+
+
+@triton.jit
+def _cast_half_by_rows(
+    half,
+    words_ptr,
+    scales_ptr,  # of the half's first row
+    rows,
+    columns,
+    stride,  # of words
+    scale_stride,
+    blocks,
+    E4M3: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Cast half a tile in blocks along its rows, and store bytes and scales of `rows` rows."""
+    a, b, c, d = half
+    a, a_scales = _cast_rows(a, E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH)
+    b, b_scales = _cast_rows(b, E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH)
+    c, c_scales = _cast_rows(c, E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH)
+    d, d_scales = _cast_rows(d, E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH)
+    _store_half(words_ptr, (a, b, c, d), rows, columns, stride)
+    stored = _in_turn(a_scales, b_scales, c_scales, d_scales)
+    row = tl.arange(0, stored.shape[0])[:, None]
+    block = tl.arange(0, stored.shape[1])[None, :]
+    tl.store(scales_ptr + block * scale_stride + row, stored, mask=(row < rows) & (block < blocks))
+
+
+@triton.jit
+def _column_magnitudes(half):
+    """The largest of four rows, (HALF / 4, 128)."""
+    a, b, c, d = half
+    return _larger(_larger(a, b), _larger(c, d))
+
+
+@triton.jit
+def _column_scales(
+    magnitudes,
+    scales_ptr,  # of the first block and column
+    columns,
+    scale_stride,
+    blocks,
+    PARTS: tl.constexpr,
+    E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The scales of PARTS blocks down of these, wide as they are; stored."""
+    ROWS: tl.constexpr = magnitudes.shape[0]
+    bits = tl.max(tl.reshape(_bits(magnitudes), [PARTS, ROWS // PARTS, 128]), axis=1, keep_dims=True)
+    scale, stored = _scales(bits, E4M3, POWER_OF_TWO, WIDTH)
+    block = tl.arange(0, PARTS)[:, None]
+    column = tl.arange(0, 128)[None, :]
+    tl.store(
+        scales_ptr + block * scale_stride + column,
+        tl.reshape(stored, [PARTS, 128]),
+        mask=(block < blocks) & (column < columns),
+    )
+    return tl.reshape(tl.broadcast_to(scale, [PARTS, ROWS // PARTS, 128]), [ROWS, 128])
+
+
+@triton.jit
+def _cast_half(half, scale, E4M3: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    """Half a tile in words, by one scale or those of its columns."""
+    a, b, c, d = half
+    return (
+        fp8_words(scaled_values(a, scale), E4M3, HARDWARE_CAST),
+        fp8_words(scaled_values(b, scale), E4M3, HARDWARE_CAST),
+        fp8_words(scaled_values(c, scale), E4M3, HARDWARE_CAST),
+        fp8_words(scaled_values(d, scale), E4M3, HARDWARE_CAST),
+    )
 
 
 @triton.jit
@@ -107,95 +260,141 @@ def quantize_blocks_kernel(
     row_stride,
     padded_rows,
     padded_columns,
-    LARGEST: tl.constexpr,
     E4M3: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SQUARE: tl.constexpr,  # blocks of 128 × 128, else of 1 × WIDTH
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile: 128, fewer only where nothing runs down
 ):
-    PARTS: tl.constexpr = 128 // WIDTH  # blocks across a tile
+    """One tile a program, neighbours in a row after one another."""
+    HALF: tl.constexpr = ROWS // 2
     column_tiles = (padded_columns - 1) // 128 + 1
-    row_tiles = (padded_rows - 1) // 128 + 1
     program = tl.program_id(0)  # widened later
     row_tile, column_tile = (program // column_tiles).to(tl.int64), (program % column_tiles).to(tl.int64)
-    top, left = row_tile * 128, column_tile * 128
+    first_row, first_column = row_tile * ROWS, column_tile * 128
+    # What is left from here on of the matrix and of its padding, as far as the tile reaches.
+    left = tl.minimum(rows - first_row, ROWS).to(tl.int32)
+    width = tl.minimum(columns - first_column, 128).to(tl.int32)
+    padded_left = tl.minimum(padded_rows - first_row, ROWS).to(tl.int32)
+    padded_width = tl.minimum(padded_columns - first_column, 128).to(tl.int32)
 
-    total = tl.zeros([HEIGHT, 128], tl.float32)
-    column_bits = tl.zeros([HEIGHT, 128], tl.int32)
-    for start in tl.static_range(0, 128, HEIGHT):
-        x = _load(x_ptr, top + start, left, rows, columns, row_stride)
-        total += x
-        bits = magnitude_bits(x)
-        column_bits = tl.maximum(column_bits, bits)
-        if data_ptr is not None and not SQUARE:
-            amax = tl.max(tl.reshape(bits, [HEIGHT, PARTS, WIDTH]), axis=2, keep_dims=True)
-            if WIDTH == 32:
-                scale, stored = _microscale(amax, LARGEST)
-            else:
-                scale, stored = _scale(amax, LARGEST, POWER_OF_TWO)
-            scale = tl.reshape(tl.broadcast_to(scale, [HEIGHT, PARTS, WIDTH]), [HEIGHT, 128])
-            code = fp8_code(scaled_values(x, scale), E4M3, HARDWARE_CAST)
-            _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
-            row = top + start + tl.arange(0, HEIGHT)[:, None, None]
-            block = column_tile * PARTS + tl.arange(0, PARTS)[None, :, None]
-            tl.store(
-                scales_ptr + block * padded_rows + row, stored, mask=(row < padded_rows) & (block * WIDTH < columns)
+    # All is read before anything is stored, since the compiler keeps that order.
+    stride = tl.cast(row_stride, tl.int64)
+    x_ptr += first_row * stride + first_column
+    top = _load(x_ptr, stride, left, width, HALF, HARDWARE_CAST)
+    bottom = _load(x_ptr + HALF * stride, stride, left - HALF, width, HALF, HARDWARE_CAST)
+
+    if data_ptr is not None:
+        words_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        words_stride = tl.cast(padded_columns, tl.int64) // 4
+        words_ptr += first_row * words_stride + first_column // 4
+        low_words_ptr = words_ptr + HALF * words_stride
+        words_width = padded_width // 4
+        if not SQUARE:
+            PARTS: tl.constexpr = 128 // WIDTH  # blocks across a tile
+            scales_ptr += column_tile * PARTS * padded_rows + first_row
+            blocks = (width - 1) // WIDTH + 1
+            _cast_half_by_rows(
+                *(top, words_ptr, scales_ptr, padded_left, words_width, words_stride, padded_rows, blocks),
+                *(E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH),
             )
-    column = left + tl.arange(0, 128)
+            _cast_half_by_rows(
+                *(bottom, low_words_ptr, scales_ptr + HALF, padded_left - HALF, words_width, words_stride),
+                *(padded_rows, blocks, E4M3, HARDWARE_CAST, POWER_OF_TWO, WIDTH),
+            )
     if sums_ptr is not None:
-        tl.store(sums_ptr + row_tile * columns + column, tl.sum(total, axis=0), mask=column < columns)
+        a, b, c, d = top
+        e, f, g, h = bottom
+        total = tl.sum(((a + b) + (c + d)) + ((e + f) + (g + h)), axis=0)
+        column = tl.arange(0, 128)
+        tl.store(sums_ptr + row_tile * columns + first_column + column, total, mask=column < width)
 
     if SQUARE or transposed_ptr is not None:
-        place = left + tl.arange(0, 128)[None, :]
+        tl.static_assert(ROWS == 128, "blocks that run down need whole tiles")
+        high, low = _column_magnitudes(top), _column_magnitudes(bottom)
         if SQUARE:
-            amax = tl.max(tl.max(column_bits, axis=1, keep_dims=True), axis=0, keep_dims=True)
-            scale, scale_inv = _scale(amax, LARGEST, POWER_OF_TWO)
+            amax = tl.max(tl.max(_bits(_larger(high, low)), axis=1, keep_dims=True), axis=0, keep_dims=True)
+            high_scale, scale_inv = _scale(amax, E4M3, POWER_OF_TWO)
+            low_scale = high_scale
             if data_ptr is not None:
                 _store_square_scale(scale_inv, scales_ptr, row_tile, column_tile, column_tiles)
             if transposed_ptr is not None:
+                row_tiles = (padded_rows - 1) // 128 + 1
                 _store_square_scale(scale_inv, transposed_scales_ptr, column_tile, row_tile, row_tiles)
-        elif WIDTH == 128:
-            scale, stored = _scale(tl.max(column_bits, axis=0, keep_dims=True), LARGEST, POWER_OF_TWO)
-            tl.store(transposed_scales_ptr + row_tile * padded_columns + place, stored, mask=place < padded_columns)
-        for start in tl.static_range(0, 128, HEIGHT):
-            x = _load(x_ptr, top + start, left, rows, columns, row_stride)
-            if WIDTH == 32:
-                scale, stored = _microscale(tl.max(magnitude_bits(x), axis=0, keep_dims=True), LARGEST)
-                block = (top + start) // WIDTH
-                end = tl.where(top + start < rows, padded_columns, 0)
-                tl.store(transposed_scales_ptr + block * padded_columns + place, stored, mask=place < end)
-            code = fp8_code(scaled_values(x, scale), E4M3, HARDWARE_CAST)
-            if data_ptr is not None and SQUARE:
-                _store(code, data_ptr, top + start, left, padded_rows, padded_columns, False)
-            if transposed_ptr is not None:
-                _store(code, transposed_ptr, top + start, left, padded_rows, padded_columns, True)
+        else:
+            scales_ptr = transposed_scales_ptr + row_tile * (128 // WIDTH) * padded_columns + first_column
+            options = (padded_width, padded_columns)
+            blocks = (left - 1) // WIDTH + 1
+            if WIDTH == 128:
+                high_scale = _column_scales(_larger(high, low), scales_ptr, *options, 1, 1, E4M3, POWER_OF_TWO, WIDTH)
+                low_scale = high_scale
+            else:
+                high_scale = _column_scales(high, scales_ptr, *options, blocks, 2, E4M3, POWER_OF_TWO, WIDTH)
+                scales_ptr += 2 * padded_columns
+                low_scale = _column_scales(low, scales_ptr, *options, blocks - 2, 2, E4M3, POWER_OF_TWO, WIDTH)
+        top = _cast_half(top, high_scale, E4M3, HARDWARE_CAST)
+        bottom = _cast_half(bottom, low_scale, E4M3, HARDWARE_CAST)
+        if SQUARE and data_ptr is not None:
+            _store_half(words_ptr, top, padded_left, words_width, words_stride)
+            _store_half(low_words_ptr, bottom, padded_left - HALF, words_width, words_stride)
+        if transposed_ptr is not None:
+            turned_ptr = transposed_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            turned_stride = tl.cast(padded_rows, tl.int64) // 4
+            turned_ptr += first_column * turned_stride + first_row // 4
+            turned_left = padded_left // 4
+            _store_transposed(turned_ptr, top, turned_left, padded_width, turned_stride, HARDWARE_CAST)
+            turned_ptr += HALF // 4
+            _store_transposed(turned_ptr, bottom, turned_left - HALF // 4, padded_width, turned_stride, HARDWARE_CAST)
+
+
+@dataclass(frozen=True)
+class BlockLaunch:
+    """Rows of a tile, warps of a program, and the most registers of a thread, None: as the compiler likes."""
+
+    rows: int
+    warps: int
+    registers: int | None = None
+
+
+def block_launch(block: tuple[int, int], columnwise: bool, column_sums: bool, element_size: int) -> BlockLaunch:
+    """The launch of a cast.
+
+    With 80 registers three programs of 8 warps share a multiprocessor; a tile of fp32 needs twice as many.
+    """
+    if block == (1, 128) and not columnwise and not column_sums:
+        return BlockLaunch(64, 4)
+    if element_size == 4:
+        return BlockLaunch(TILE, 16)
+    return BlockLaunch(TILE, 8, 80 if block[1] == 128 else None)
 
 
 def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
-    """The constexprs of a launch."""
+    """The constexprs of a cast but for the rows of a tile."""
     return {
-        "LARGEST": torch.finfo(dtype).max,
         "E4M3": dtype == torch.float8_e4m3fn,
         "HARDWARE_CAST": hardware_cast,
         "POWER_OF_TWO": power_of_two,
         "SQUARE": block[0] != 1,
         "WIDTH": block[1],
-        "num_warps": WARPS,
     }
 
 
 def prepare(
-    device: torch.device,
-    shape: tuple[int, int],
-    row_stride: int,
+    x: torch.Tensor,
     padded_shape: tuple[int, int],
     dtype: torch.dtype,
     block: tuple[int, int],
     power_of_two: bool,
+    columnwise: bool,
+    column_sums: bool,
 ) -> PreparedLaunch:
     """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted."""
-    tiles = -(-padded_shape[0] // TILE) * -(-padded_shape[1] // TILE)
-    numbers = (*shape, row_stride, *padded_shape)
-    options = constants(dtype, block, power_of_two, has_fp8_cast(device))
-    return PreparedLaunch(quantize_blocks_kernel, (tiles,), device, numbers, **options)
+    launch = block_launch(block, columnwise, column_sums, x.element_size())
+    tiles = -(-padded_shape[0] // launch.rows) * -(-padded_shape[1] // TILE)
+    numbers = (*x.shape, x.stride(0), *padded_shape)
+    options: dict[str, Any] = {"ROWS": launch.rows, "num_warps": launch.warps}
+    if launch.registers is not None:
+        options["maxnreg"] = launch.registers
+    options |= constants(dtype, block, power_of_two, has_fp8_cast(x.device))
+    return PreparedLaunch(quantize_blocks_kernel, (tiles,), x.device, numbers, **options)

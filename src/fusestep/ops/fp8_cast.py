@@ -80,9 +80,10 @@ def raise_amax_bits(slots_ptr, index, bits):
 def scaled_values(values, scale):
     """values · scale in fp32, as it is cast: NaN where the value is infinite. What overflows in the product saturates.
 
-    One multiply-add more; the sign of zero stays, since both products have it.
+    One multiply-add more; the sign of zero stays, since both products have it. Of a value that is scaled twice, the
+    compiler would keep `values * 0.0` in between, in registers; of this it cannot.
     """
-    return values * scale + values * 0.0
+    return tl.fma(values, 0.0, values * scale)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ class Compilation:
     `signature` gives the type of every run-time argument ('*fp32', 'i64', …) and 'constexpr' for the others, whose
     values are in `constexprs`; `divisible_by_16` names the run-time arguments whose 16-byte alignment (or
     divisibility) the launch guarantees. `minimum_capability` is the least of compute capability, as 89, on which
-    dispatch launches it.
+    dispatch launches it; `maximum_registers`: of a thread, where the launch limits them.
 
     Raises: ValueError where these do not fit the kernel's parameters.
     """
@@ -52,6 +52,7 @@ class Compilation:
     num_stages: int = 3
     divisible_by_16: frozenset[str] = field(default_factory=frozenset)
     minimum_capability: int = 80
+    maximum_registers: int | None = None
 
     def __post_init__(self) -> None:
         # Triton keeps the Python function in `fn`; without Triton the kernel is that function.
