@@ -162,14 +162,14 @@ def test_every_op_lists_its_launches() -> None:
 
 #: The layers of docs/architecture.svg, lowest first, and the small parts beside them; a package uses only lower ones.
 LAYERS = [
-    {"errors", "language", "tables", "durable", "memory"},
+    {"errors", "language", "tables", "durable", "memory", "grouping"},
     {"hardware"},
     {"precision"},
     {"dispatch"},
     {"ops"},
     {"fp8"},
     {"nn", "optim", "explain", "doctor"},
-    {"models", "data", "compat"},
+    {"models", "data", "compat", "convert"},
     {"train", "ladder", "run"},
     {"cli"},
 ]

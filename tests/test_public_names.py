@@ -10,7 +10,7 @@ import pytest
 import fusestep
 
 MODULES = ["data", "fp8", "models", "nn", "optim"]
-FUNCTIONS = ["doctor", "explain"]
+FUNCTIONS = ["convert", "doctor", "explain"]
 
 
 def test_all_is_sorted_and_whole() -> None:

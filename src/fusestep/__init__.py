@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Not on demand: each has the name of its module, which would take its place in this namespace.
+from fusestep.convert import convert
 from fusestep.doctor import doctor
 from fusestep.explain import explain
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TrainStep",
     "__version__",
+    "convert",
     "data",
     "doctor",
     "explain",

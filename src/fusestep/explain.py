@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusestep.errors import UserError
+from fusestep.grouping import grouped
 from fusestep.tables import table
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Explanation:
         rows = [("module", "class", "runs as", "why")]
         rows += [
             (path or "(the model)", m.kind, m.implementation + " (fallback)" * m.is_fallback, m.reason)
-            for path, m in _grouped(self.modules)
+            for path, (m, *_) in grouped(self.modules, lambda m: m.path, lambda m: (m.kind, m.implementation, m.reason))
         ]
         kernels = sum(m.implementation == "triton" for m in self.modules)
         fallbacks = sum(m.is_fallback for m in self.modules)
@@ -94,33 +93,3 @@ def _is_ours(module: nn.Module) -> bool:
     """Whether the module is of a class of ours, or derived from one, that answers for itself."""
     origins = (kind.__module__ for kind in type(module).__mro__)
     return hasattr(module, "implementation") and any(origin.startswith("fusestep.") for origin in origins)
-
-
-def _grouped(modules: Iterable[ModuleChoice]) -> list[tuple[str, ModuleChoice]]:
-    """(path, first of its group), where blocks.0.norm … blocks.3.norm of one class and reason are blocks.0–3.norm."""
-    groups: list[tuple[tuple[str, ...], ModuleChoice]] = [(tuple(m.path.split(".")), m) for m in modules]
-    depth = max(len(path) for path, _ in groups)
-    for place in range(depth):
-        numbers: dict[Any, list[int]] = {}
-        first: dict[Any, tuple[tuple[str, ...], ModuleChoice]] = {}
-        for path, module in groups:
-            is_number = place < len(path) and path[place].isdecimal()
-            rest = (*path[:place], "", *path[place + 1 :]) if is_number else path
-            key = (rest, is_number, module.kind, module.implementation, module.reason)
-            first.setdefault(key, (path, module))
-            if is_number:
-                numbers.setdefault(key, []).append(int(path[place]))
-        groups = [
-            ((*path[:place], _ranges(numbers[key]), *path[place + 1 :]), module) if key in numbers else (path, module)
-            for key, (path, module) in first.items()
-        ]
-    return [(".".join(path), module) for path, module in groups]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as '0–2,5'."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
-    return ",".join(parts)

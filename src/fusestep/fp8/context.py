@@ -71,6 +71,11 @@ def is_enabled() -> bool:
     return region is not None and region.enabled
 
 
+def is_inside() -> bool:
+    """Whether any region encloses this call, one that switches FP8 off too."""
+    return _thread.region is not None
+
+
 class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
     """Run the modules of `fusestep.nn` in FP8 within this region.
 

@@ -1,0 +1,203 @@
+"""Blocks whose residual add goes into the norm that follows it: the sum is not read again to be normalised.
+
+    y, x ← norm(x + branch), x + branch        in one kernel
+
+Known are nn.TransformerEncoderLayer, pre-norm blocks as Llama and its kin name their parts, and GPT-2's. The norms must
+be ours already; where a norm has hooks, or a call asks for what the forward here does not know, the old forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.convert.agreement import Call, Probe
+from fusestep.convert.classes import Kind
+from fusestep.convert.norms import FusedNorm
+from fusestep.convert.patterns import Pattern, Stage, has_hooks, is_a
+from fusestep.dispatch import Choice
+from fusestep.fp8 import context
+from fusestep.nn import FusedLayerNorm, FusedRMSNorm
+from fusestep.ops.norm import normalise
+
+
+def adds(norm: nn.Module) -> bool:
+    """Whether `add_and_normalise` may stand for a call of this norm."""
+    return isinstance(norm, (FusedNorm, FusedLayerNorm, FusedRMSNorm)) and not has_hooks(norm)
+
+
+def add_and_normalise(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(branch + residual), branch + residual)"""
+    if isinstance(norm, FusedNorm):
+        return norm.with_residual(branch, residual)
+    centred = isinstance(norm, FusedLayerNorm)
+    bias = norm.bias if centred else None
+    y, total = normalise(
+        centred, type(norm).__name__, branch, norm.normalized_shape, norm.weight, bias, norm.eps, residual, False
+    )
+    return y, total
+
+
+class FusedBlock(Kind):
+    """What blocks share: they are looked up by their class's name, and answer through their norms."""
+
+    prefix = ""
+    second_norm: str
+
+    def implementation(self) -> Choice:
+        """What the norm with its residual add runs as, and why."""
+        choice: Choice = getattr(self, self.second_norm).implementation()
+        return Choice(choice.implementation, f"residual add in {self.second_norm}: {choice.reason}", choice.is_fallback)
+
+
+class FusedEncoderLayer(FusedBlock):
+    """nn.TransformerEncoderLayer, while training or in FP8; else torch's own forward with its fast path."""
+
+    second_norm = "norm2"
+    norm1: nn.Module
+    norm2: nn.Module
+    norm_first: bool
+    self_attn: nn.MultiheadAttention
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        is_ours = self.training or context.is_enabled()
+        if not is_ours or src.is_nested or not (adds(self.norm1) and adds(self.norm2)):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]
+        padding = nn.functional._canonical_mask(
+            mask=src_key_padding_mask,
+            mask_name="src_key_padding_mask",
+            other_type=nn.functional._none_or_dtype(src_mask),
+            other_name="src_mask",
+            target_type=src.dtype,
+        )
+        mask = nn.functional._canonical_mask(
+            mask=src_mask,
+            mask_name="src_mask",
+            other_type=None,
+            other_name="",
+            target_type=src.dtype,
+            check_other=False,
+        )
+        owner: Any = self
+        if self.norm_first:
+            branch = owner._sa_block(self.norm1(src), mask, padding, is_causal=is_causal)
+            normed, x = add_and_normalise(self.norm2, branch, src)
+            return x + owner._ff_block(normed)  # type: ignore[no-any-return]
+        x, _ = add_and_normalise(self.norm1, owner._sa_block(src, mask, padding, is_causal=is_causal), src)
+        x, _ = add_and_normalise(self.norm2, owner._ff_block(x), x)
+        return x
+
+
+class FusedLlamaBlock(FusedBlock):
+    """x ← x + attention(norm(x)), x ← x + mlp(norm(x)), its parts named as in Llama."""
+
+    second_norm = "post_attention_layernorm"
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.pop("hidden_states") if not args else args[0]
+        if len(args) > 1 or not adds(self.post_attention_layernorm):
+            return super().forward(hidden, *args[1:], **kwargs)
+        branch = self.self_attn(hidden_states=self.input_layernorm(hidden), **kwargs)[0]
+        normed, total = add_and_normalise(self.post_attention_layernorm, branch, hidden)
+        return total + self.mlp(normed)
+
+
+class FusedGPT2Block(FusedBlock):
+    """The same with GPT-2's names."""
+
+    second_norm = "ln_2"
+    ln_1: nn.Module
+    ln_2: nn.Module
+    attn: nn.Module
+    mlp: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs.pop("hidden_states") if not args else args[0]
+        crosses = kwargs.get("encoder_hidden_states") is not None or hasattr(self, "crossattention")
+        if len(args) > 1 or crosses or not adds(self.ln_2):
+            return super().forward(hidden, *args[1:], **kwargs)
+        for name in ("encoder_hidden_states", "encoder_attention_mask"):
+            kwargs.pop(name, None)
+        branch = self.attn(self.ln_1(hidden), **kwargs)[0]
+        normed, total = add_and_normalise(self.ln_2, branch, hidden)
+        return total + self.mlp(normed)
+
+
+# What is recognised
+
+
+def _encoder_layer(module: nn.Module) -> bool | str:
+    if not isinstance(module, nn.TransformerEncoderLayer) or is_a(module, FusedEncoderLayer):
+        return False
+    own = type(module)
+    for name in ("forward", "_sa_block", "_ff_block"):
+        if getattr(own, name) is not getattr(nn.TransformerEncoderLayer, name):
+            return f"{own.__name__} overrides {name} of nn.TransformerEncoderLayer"
+    return True if adds(module.norm1) and adds(module.norm2) else "its norms are not swapped"
+
+
+def _encoder_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+    attention: Any = module.self_attn
+    width, first = int(attention.embed_dim), attention.batch_first
+    length, batch = 5, 2
+    hidden = torch.ones(length, length, dtype=torch.bool, device=probe.device).triu(1)
+    padding = torch.zeros(batch, length, dtype=torch.bool, device=probe.device)
+    padding[0, -2:] = True
+    shape = (batch, length, width) if first else (length, batch, width)
+    options: list[dict[str, Any]] = [{}, {"src_mask": hidden, "is_causal": True}, {"src_key_padding_mask": padding}]
+    return [((probe.randn(*shape),), option) for option in options]
+
+
+def _has_parts(module: nn.Module, kind: type[FusedBlock], parts: set[str]) -> bool | str:
+    """Whether a module's children are just these, and its second norm is one of ours."""
+    if isinstance(module, FusedBlock) or module._parameters or module._modules.keys() != parts:
+        return False
+    return True if adds(module._modules[kind.second_norm]) else f"{kind.second_norm} is not swapped, or has hooks"  # type: ignore[arg-type]
+
+
+def _llama_block(module: nn.Module) -> bool | str:
+    return _has_parts(module, FusedLlamaBlock, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+
+
+def _llama_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+    attention: Any = module.self_attn
+    width = int(module.input_layernorm.weight.shape[0])  # type: ignore[union-attr, index]
+    angles = probe.randn(2, 5, int(attention.head_dim))
+    positions = torch.arange(5, device=probe.device).expand(2, 5)
+    options = {
+        "attention_mask": None,
+        "position_ids": positions,
+        "position_embeddings": (angles.cos(), angles.sin()),
+    }
+    return [((probe.randn(2, 5, width),), options)]
+
+
+def _gpt2_block(module: nn.Module) -> bool | str:
+    return _has_parts(module, FusedGPT2Block, {"ln_1", "attn", "ln_2", "mlp"})
+
+
+def _gpt2_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+    width = int(module.ln_1.weight.shape[0])  # type: ignore[union-attr, index]
+    return [((probe.randn(2, 5, width),), {"attention_mask": None, "use_cache": False})]
+
+
+_WHAT = "residual add within the next norm"
+
+PATTERNS = (
+    Pattern(_WHAT, FusedEncoderLayer, _encoder_layer, _encoder_inputs, stage=Stage.BLOCK),
+    Pattern(_WHAT, FusedLlamaBlock, _llama_block, _llama_inputs, stage=Stage.BLOCK),
+    Pattern(_WHAT, FusedGPT2Block, _gpt2_block, _gpt2_inputs, stage=Stage.BLOCK),
+)

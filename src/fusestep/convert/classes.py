@@ -1,0 +1,129 @@
+"""A module that becomes another without ceasing to be itself: its class is exchanged, and given back.
+
+The new class is made of one of ours (a kind) and the old class, in this order: `super().forward` is the old forward,
+`isinstance` holds for both, and whatever else the old class has stays. Copies and pickles of such modules name the kind
+and the old class, and are made whole again when this package is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+
+from fusestep.errors import UserError
+
+#: In a converted module's __dict__: the names of the attributes that each conversion added, innermost first.
+ADDED = "_added_by_conversion"
+
+
+class Kind(nn.Module):
+    """What ours have in common.
+
+    Attributes:
+        prefix: stands before the old class's name in the new one; empty where others look the class up by its name.
+    """
+
+    prefix = "Fused"
+
+    def released(self) -> None:
+        """Take back what a module of this kind has left outside of itself, as it becomes the old one again."""
+
+
+@functools.cache
+def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module of class `original` that has become one of `kind`."""
+    kinds = (kind, *getattr(original, "_kinds", ()))
+    base = getattr(original, "_base", original)
+    prefix = getattr(kind, "prefix", "Fused")
+    name = original.__name__ if original.__name__.startswith(prefix) else prefix + original.__name__
+    return type(
+        name,
+        (kind, original),
+        {
+            # Where others look a class up by module and name (sharding policies, a configuration's "architectures"),
+            # they find the old one.
+            "__module__": original.__module__ if not prefix else kind.__module__,
+            "__qualname__": original.__qualname__ if not prefix else name,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": _reduce,
+            "forward": _with_signature(kind.forward, original.forward),
+            "_kinds": kinds,
+            "_base": base,
+            "_original": original,
+        },
+    )
+
+
+def _with_signature(forward: Any, original: Any) -> Any:
+    """`forward`, a copy of it if it takes anything, that shows the signature of `original` to those who look."""
+    takes = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in takes or not isinstance(forward, types.FunctionType):
+        return forward
+    copy = types.FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copy.__kwdefaults__, copy.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    copy.__doc__ = getattr(original, "__doc__", None)
+    copy.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return copy
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:  # noqa: ARG001 (pickle's)
+    state: Any = self.__getstate__()  # type: ignore[operator]
+    return _made_again, (type(self)._kinds, type(self)._base), state
+
+
+def _made_again(kinds: tuple[type[nn.Module], ...], base: type[nn.Module]) -> nn.Module:
+    """An empty module of the class that these kinds make of `base`; pickle and deepcopy fill it."""
+    made = base
+    for kind in reversed(kinds):
+        made = converted_class(kind, made)
+    module: nn.Module = made.__new__(made)
+    return module
+
+
+def become(module: nn.Module, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
+    """Make a module one of `kind`, with these attributes.
+
+    Raises: ValueError if it has one of the attributes already.
+    """
+    taken = attributes.keys() & module.__dict__.keys()
+    if taken:
+        raise ValueError(f"{type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}")
+    before = module.__dict__.get(ADDED, ())
+    made = converted_class(kind, type(module))
+    module.__dict__.update(attributes)
+    module.__dict__[ADDED] = (*before, tuple(attributes))
+    module.__class__ = made
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a module has become one of ours, and nothing has changed its class since."""
+    return "_original" in type(module).__dict__
+
+
+def check_release(path: str, module: nn.Module) -> None:
+    """Raise UserError where `release` could not make a module what it was."""
+    if not is_converted(module):
+        raise UserError(
+            f"undo: {path or 'the model'} has become a {type(module).__name__} since it was converted; undo what "
+            "changed it (parametrizations, fully_shard) first."
+        )
+
+
+def release(module: nn.Module) -> None:
+    """Make a module what it was before it last became another."""
+    *before, last = module.__dict__[ADDED]
+    if isinstance(module, Kind):
+        module.released()
+    for name in last:
+        module.__dict__.pop(name, None)
+    module.__class__ = type(module).__dict__["_original"]
+    if before:
+        module.__dict__[ADDED] = tuple(before)
+    else:
+        del module.__dict__[ADDED]

@@ -1,0 +1,210 @@
+"""Linear layers that multiply in FP8: nn.Linear, and GPT-2's Conv1D, whose weight lies the other way.
+
+Which layers stay in the model's dtype, whatever was asked: heads, layers that share their weight with an embedding,
+routers, low-rank adapters, and what torch's own modules use without calling it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.convert.agreement import Call, Probe, Trial
+from fusestep.convert.classes import Kind
+from fusestep.convert.patterns import Pattern, is_a, rows
+from fusestep.errors import UserError
+from fusestep.fp8 import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, context, fp8_autocast
+from fusestep.fp8.context import Region
+from fusestep.fp8.held import ATTRIBUTE
+from fusestep.fp8.recipes import Recipe
+from fusestep.nn import Linear
+from fusestep.nn.fp8_module import FP8Module
+from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT
+
+#: How far FP8 may be from the model's dtype: E5M2 keeps two bits of a gradient's mantissa.
+FP8_TOLERANCE = 0.15
+
+_HEADS = {"lm_head", "head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"}
+_ROUTERS = {"router", "gate"}
+
+
+class FP8Linear(Linear, Kind):
+    """nn.Linear that multiplies in FP8 within an fp8_autocast region."""
+
+    prefix = "FP8"
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:  # noqa: A002 (nn.Linear's name)
+        return super().forward(input, is_first_microbatch)
+
+    def reset_parameters(self) -> None:
+        """As the old class has it; scales are forgotten."""
+        reset = getattr(type(self)._original, "reset_parameters", None)  # type: ignore[attr-defined]
+        if reset is not None:
+            reset(self)
+        self._reset_fp8()
+
+    def released(self) -> None:
+        if getattr(self.weight, ATTRIBUTE, None) is not None:
+            delattr(self.weight, ATTRIBUTE)  # copies that the optimizer was asked to write
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # Without the scales: the old model's state dict has none, and the first step finds them in the tensors.
+        super(FP8Module, self)._save_to_state_dict(destination, prefix, keep_vars)
+
+
+class FP8Conv1D(FP8Linear):
+    """A linear layer whose weight is (in, out)."""
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return super().forward(x, is_first_microbatch)
+
+    def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        weight = self._parameter("weight").t()
+        return weight, (weight,), self._parameter("bias")
+
+    def _in_high_precision(self, x: Tensor, region: Region | None) -> Tensor:
+        self._calibrate(region, INPUT, x)
+        self._calibrate(region, WEIGHT, self._parameter("weight"))
+        y: Tensor = type(self)._original.forward(self, x)  # type: ignore[attr-defined]
+        self._calibrate_gradient(region, GRADIENT, y)
+        return y
+
+
+class FP8Forward(Kind):
+    """A model whose forward runs within fp8_autocast, unless it is called in a region of the caller's own."""
+
+    prefix = ""
+    fp8_recipe: Recipe
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if context.is_inside():
+            return super().forward(*args, **kwargs)
+        with fp8_autocast(recipe=self.fp8_recipe):
+            return super().forward(*args, **kwargs)
+
+
+def fp8_patterns(model: nn.Module, recipe: Recipe, skip: Sequence[str], keep: tuple[int, int]) -> list[Pattern]:
+    """The patterns that make linear layers of this very model multiply in FP8."""
+    kept = _kept_layers(model, skip, keep)
+
+    def of(kind: type[nn.Module], is_kind: Callable[[nn.Module], bool | str], width: Callable[[Any], int]) -> Pattern:
+        def matches(module: nn.Module) -> bool | str:
+            answer = is_kind(module)
+            return kept[id(module)] if answer is True and id(module) in kept else answer
+
+        def inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+            return rows(probe, width(module))
+
+        return Pattern(
+            f"products in FP8 ({type(recipe).__name__})",
+            kind,
+            matches,
+            inputs,
+            _attributes,
+            trials=functools.partial(_trials, recipe),
+        )
+
+    return [of(FP8Linear, _is_linear, _width), of(FP8Conv1D, _is_conv1d, _width)]
+
+
+def check_arguments(recipe: object, keep: object) -> None:
+    """Raise UserError for what is no recipe, or no pair of numbers of blocks."""
+    if recipe is not None and (not isinstance(recipe, Recipe) or type(recipe) is Recipe):
+        raise UserError(f"convert: fp8 is {recipe!r}; pass a recipe such as fusestep.fp8.DelayedScaling(), or None.")
+    if not (
+        isinstance(keep, (tuple, list))
+        and len(keep) == 2
+        and all(type(number) is int and number >= 0 for number in keep)
+    ):
+        raise UserError(
+            f"convert: fp8_keep_blocks is {keep!r}; pass how many of the first and of the last blocks, as in (1, 1)."
+        )
+
+
+def _is_linear(module: nn.Module) -> bool | str:
+    if not isinstance(module, nn.Linear) or is_a(module, Linear):
+        return False
+    if type(module).forward is not nn.Linear.forward:
+        return f"{type(module).__name__} overrides the forward of nn.Linear"
+    if module._parameters.get("weight") is None:
+        return "its weight is computed from others"
+    return True
+
+
+def _is_conv1d(module: nn.Module) -> bool | str:
+    if type(module).__name__ != "Conv1D" or isinstance(module, (Linear, nn.Conv1d)):
+        return False
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return weight is not None and weight.dim() == 2 and bias is not None and bias.shape == weight.shape[1:]
+
+
+def _width(module: Any) -> int:
+    return int(module.weight.shape[1 if isinstance(module, nn.Linear) else 0])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What Linear's constructor would have set, and the module lacks."""
+    weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
+    is_linear = isinstance(module, nn.Linear)
+    out_features, in_features = weight.shape if is_linear else weight.shape[::-1]
+    blank = Linear(1, 1, bias=False, device="meta").__dict__
+    attributes = {name: value for name, value in blank.items() if name not in module.__dict__}
+    attributes |= {"parts": {"": out_features}, "has_bias": module._parameters["bias"] is not None}
+    return attributes if is_linear else attributes | {"in_features": in_features, "out_features": out_features}
+
+
+def _trials(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> list[Trial]:  # noqa: ARG001
+    """As it is, where nothing may change, and in FP8 by scales that follow from the tensors alone."""
+    if not isinstance(recipe, (Float8BlockScaling, MXFP8BlockScaling)):
+        recipe = Float8CurrentScaling(fp8_format=recipe.fp8_format)
+    return [
+        Trial(),
+        Trial("fp8", region=lambda: fp8_autocast(recipe=recipe), only_new=True, tolerance=FP8_TOLERANCE),
+    ]
+
+
+def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -> dict[int, str]:
+    """Why layers stay in the model's dtype, by their ids."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {id(embedding.weight) for embedding in embeddings}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    vocabularies = {embedding.num_embeddings for embedding in embeddings}
+    reasons: dict[int, str] = {}
+    for path, module in model.named_modules():
+        names = path.split(".")
+        if isinstance(module, nn.MultiheadAttention):
+            reasons[id(module.out_proj)] = "nn.MultiheadAttention multiplies by its weight without calling it"
+        elif any(fnmatchcase(path, pattern) for pattern in skip):
+            reasons[id(module)] = "fp8_skip names it"
+        elif id(module._parameters.get("weight")) in tied and not isinstance(module, nn.Embedding):
+            reasons[id(module)] = "it shares its weight with an embedding"
+        elif module is head or names[-1] in _HEADS or getattr(module, "out_features", None) in vocabularies:
+            reasons[id(module)] = "heads stay in the model's dtype"
+        elif names[-1] in _ROUTERS:
+            reasons[id(module)] = "routers stay in the model's dtype"
+        elif any(name.startswith("lora_") for name in names):
+            reasons[id(module)] = "low-rank adapters stay in the model's dtype"
+        elif (which := _kept_block(model, names, keep)) is not None:
+            reasons[id(module)] = f"it is in one of the {which} blocks"
+    return reasons
+
+
+def _kept_block(model: nn.Module, names: Sequence[str], keep: tuple[int, int]) -> str | None:
+    """'first 1' or 'last 2' where the path leads through such a block."""
+    first, last = keep
+    module = model
+    for name in names:
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and name.isdecimal():
+            if int(name) < first:
+                return f"first {first}"
+            if int(name) >= len(module) - last:
+                return f"last {last}"
+            return None  # a list inside a block is no list of blocks
+        module = module._modules.get(name) or nn.Module()
+    return None

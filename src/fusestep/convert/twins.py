@@ -1,0 +1,162 @@
+"""Running a module for a trial without leaving a trace: twins, and what a run of one gives.
+
+A twin shares the weights' memory with a module, but neither its gradients nor its hooks. Runs happen in a fork of
+torch's random generators.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep import dispatch
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+#: Outputs and gradients of a run, by what they are in words.
+Results = dict[str, Tensor | None]
+
+
+def twin(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+    """A module that shares the weights' memory, without hooks; `change` is applied to each tensor that it holds."""
+    modules: dict[int, nn.Module] = {}
+    parameters: dict[int, nn.Parameter] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        return tensor if change is None else change(tensor)
+
+    def parameter(old: nn.Parameter) -> nn.Parameter:
+        if id(old) not in parameters:
+            parameters[id(old)] = nn.Parameter(changed(old.detach()), requires_grad=old.requires_grad)
+        return parameters[id(old)]
+
+    def copied(old: nn.Module) -> nn.Module:
+        if id(old) in modules:
+            return modules[id(old)]
+        new: nn.Module = type(old).__new__(type(old))
+        modules[id(old)] = new
+        new.__dict__.update(old.__dict__)
+        for name in _HOOKS:
+            new.__dict__[name] = OrderedDict()
+        new.__dict__["_parameters"] = {k: None if p is None else parameter(p) for k, p in old._parameters.items()}
+        new.__dict__["_buffers"] = {k: None if b is None else changed(b.clone()) for k, b in old._buffers.items()}
+        new.__dict__["_modules"] = {k: None if m is None else copied(m) for k, m in old._modules.items()}
+        return new
+
+    return copied(module)
+
+
+def run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    region: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype | None,
+) -> Results:
+    """Outputs, and the gradients of the inputs and of the module's own parameters.
+
+    Those of its children are the children's own affair: their outputs' gradients pass on to the inputs.
+
+    Args:
+        args: floating tensors among them get gradients.
+        kwargs: floating tensors among them get gradients if they require them.
+        region: makes the context of the forward.
+        dtype: what floating inputs are cast to; None: they stay.
+    """
+    leaves: dict[str, Tensor] = {}
+    seen: dict[int, Any] = {}
+
+    def ready(name: str, value: Any, is_leaf: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(ready(f"{name}[{i}]", one, is_leaf) for i, one in enumerate(value))
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in seen:  # a tensor that is passed twice, as query and as key, stays one
+            copy = value.detach().to(value.dtype if dtype is None else dtype)
+            if is_leaf or value.requires_grad:
+                leaves[f"the gradient of {name}"] = copy.requires_grad_()
+            seen[id(value)] = copy
+        return seen[id(value)]
+
+    given = tuple(ready(f"input {i}", value, is_leaf=True) for i, value in enumerate(args))
+    named = {name: ready(name, value, is_leaf=False) for name, value in kwargs.items()}
+    leaves |= {
+        f"the gradient of {name}": p for name, p in module._parameters.items() if p is not None and p.requires_grad
+    }
+    with torch.enable_grad():
+        with region():
+            # Not __call__: neither global hooks nor checkpointing belong to a trial.
+            output = module.forward(*given, **named)
+        results: Results = {f"output {i}": y for i, y in enumerate(_tensors(output))}
+        ys = [y for y in results.values() if y is not None and y.requires_grad]
+        if not ys or not leaves:
+            return {name: y if y is None else y.detach() for name, y in results.items()}
+        generator = torch.Generator().manual_seed(3)
+        dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype) for y in ys]
+        gradients = torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True)
+    found = {name: y if y is None else y.detach() for name, y in results.items()}
+    return found | dict(zip(leaves, gradients, strict=True))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+def materialised(tensor: Tensor) -> Tensor:
+    """Random numbers for a tensor on the meta device."""
+    if tensor.device.type != "meta":
+        return tensor
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    spread = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
+    return (torch.randn(tensor.shape, device="cpu") * spread).to(tensor.dtype)
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """All that the result of a trial depends on where the weights' values are not known."""
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    return tuple(
+        (
+            name,
+            type(one),
+            tuple((k, None if p is None else (p.shape, p.dtype, p.requires_grad)) for k, p in one._parameters.items()),
+            tuple((k, v) for k, v in one.__dict__.items() if isinstance(v, plain)),
+        )
+        for name, one in module.named_modules(remove_duplicate=False)
+    )
+
+
+def seed(device: torch.device) -> None:
+    """Seed the generators of the CPU and of this device, and of no other."""
+    torch.default_generator.manual_seed(7)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(7)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Nothing of a trial is seen outside: random generators, announcements of fallbacks, inference mode."""
+    devices: Sequence[torch.device] = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), dispatch.examination(), torch.inference_mode(False):
+        yield
