@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
-from fusestep.fp8.copies import WeightCopies, copies_of
+from fusestep.fp8.held import Part, part_of
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim import FusedAdam
@@ -141,7 +141,7 @@ class TrainStep:
         self._known: list[Any] = []
         self._options: list[Any] = []
         self._rates: list[Any] = []
-        self._relied_on: dict[nn.Parameter, WeightCopies] = {}
+        self._relied_on: dict[nn.Parameter, Part] = {}
         self._last_was_captured = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -311,7 +311,7 @@ class TrainStep:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         inputs = [part.detach().clone() for part in _tensors(batch)]
-        found = {p: copies for p in self.model.parameters() if (copies := copies_of(p)) and copies.is_current(p)}
+        found = {p: part for p in self.model.parameters() if (part := part_of(p)) and part.is_current(p)}
         places = iter(inputs)
         static = tuple(next(places) if isinstance(part, Tensor) else part for part in batch)
         if self._pool is None:
@@ -406,12 +406,12 @@ class TrainStep:
         return found
 
     def _has_stale_copies(self) -> bool:
-        """Whether weights that a graph reads as copies (FP8, cast by the optimizer) are not what the copies are of.
+        """Whether weights that a graph reads as copies, in FP8 or in 16 bits, are not what the copies are of.
 
         They are not after a state was loaded. A step outside the graph casts such weights, and its optimizer writes the
         copies anew in the same memory; frozen ones it would never write.
         """
-        stale = [p for p, copies in self._relied_on.items() if not copies.is_current(p)]
+        stale = [p for p, part in self._relied_on.items() if not part.is_current(p)]
         if not all(parameter.requires_grad for parameter in stale):
             self._capture_anew()
         return bool(stale)

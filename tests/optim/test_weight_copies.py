@@ -18,11 +18,13 @@ from fusestep.fp8 import (
     Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
+    fp8_model_init,
 )
-from fusestep.fp8.copies import attach, copies_of, current_copy
+from fusestep.fp8.copies import attach, copies_of, current_copy, revision
 from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.state import Slots
+from fusestep.nn import Linear
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized
@@ -382,3 +384,15 @@ def test_a_resumed_run_writes_the_same_copies(place: torch.device) -> None:
     assert theirs is not None
     same(current_copy(resumed), theirs)
     assert torch.equal(state.slots, scales.slots)
+
+
+def test_steps_of_weights_that_live_in_fp8_keep_their_plan(place: torch.device) -> None:
+    with fp8_model_init(recipe=Float8CurrentScaling()):
+        module = Linear(32, 48, bias=False, device=place)
+    optimizer = FusedAdam(module.parameters(), lr=0.01, master_weights=True)
+    seen = []
+    for _ in range(3):
+        module.weight.grad = torch.randn(48, 32).to(place)
+        optimizer.step()
+        seen.append((revision(), optimizer._plan))
+    assert seen[1] == seen[2]

@@ -39,10 +39,6 @@ class Copies:
         """Whether the copies are of these parameters, which are all of the weight's in order, as they are now."""
         return self._states == [(parameter._version, parameter.data_ptr()) for parameter in parameters]
 
-    def is_current_part(self, parameter: Tensor, place: int) -> bool:
-        """Whether what the copies hold of one parameter is of the parameter as it is now."""
-        return self._states[place] == (parameter._version, parameter.data_ptr())
-
     def mark(self, parameter: Tensor, place: int = 0) -> None:
         """Say that the copies of a parameter were just written, of the parameter as it is now."""
         self._states[place] = (parameter._version, parameter.data_ptr())
@@ -72,6 +68,10 @@ class Part(NamedTuple):
 
     copies: Copies
     place: int
+
+    def is_current(self, parameter: Tensor) -> bool:
+        """Whether what the copies hold of the parameter is of the parameter as it is now."""
+        return self.copies._states[self.place] == (parameter._version, parameter.data_ptr())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A deep copy or a pickle of a parameter takes its attributes along. Something that even a restricted

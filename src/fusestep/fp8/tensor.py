@@ -104,10 +104,10 @@ class Float8Tensor(Tensor):
         has_transpose = self.quantized.transposed is not None
         if copies is None:
             copies = WeightCopies(replace(self.form, transposed=has_transpose))
-            give(self, copies)
+            give((self,), copies)
         elif copies.form.transposed != has_transpose:
             copies = WeightCopies(replace(copies.form, transposed=has_transpose), copies.slots, copies.index)
-            give(self, copies)
+            give((self,), copies)
         copies.quantized = self.quantized
         return copies
 

@@ -192,7 +192,7 @@ class PlannedCopies:
         for i in self._plain:
             part, weight = self._parts[i], self._weights[i]
             assert part is not None
-            if not part.copies.is_current_part(weight, part.place) and isinstance(part.copies, PlainCopies):
+            if isinstance(part.copies, PlainCopies) and not part.is_current(weight):
                 part.copies.write(part.place, weight)
 
     def after_the_step(self, stepped: Sequence[int]) -> None:
