@@ -27,8 +27,8 @@ def command(
     rungs: Annotated[
         str,
         typer.Option(
-            help="Which rungs: names, numbers and ranges, as in adam,amp or 1-6; auto is all, without fp8 where it "
-            "would be emulated."
+            help="Which rungs: names, numbers and ranges, as in adam,amp or 1-7; auto is all, without fp8 where it "
+            "would be emulated and graph where there is no GPU."
         ),
     ] = "auto",
     data: Annotated[str, typer.Option(help="What is timed on: synthetic, text:PATH or tokens:PATH.")] = "synthetic",

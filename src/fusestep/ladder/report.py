@@ -178,6 +178,8 @@ def _runs_as(result: RungResult) -> str:
     part = result.served_by_reference([result.rung.fused])
     if part is not None:
         return "emulated" if part.implementation == "emulated" else "reference, not fused"
+    if result.rung.fused == "train_step":
+        return "one CUDA graph"
     return "Triton kernel" if result.recipe.precision != "fp8" else "the device's FP8"
 
 

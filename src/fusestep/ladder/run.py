@@ -98,7 +98,7 @@ class Plan:
 
     def recipe_of(self, name: str, rungs: Sequence[Rung]) -> Recipe:
         """The recipe of a rung, FP8 in the way that was asked for."""
-        recipe = recipe_of(name, rungs)
+        recipe = recipe_of(name, rungs, self.rungs)
         if recipe.precision != "fp8":
             return recipe
         return replace(recipe, scaling=self.scaling, fp8_format=self.fp8_format, amax_history=self.amax_history)
@@ -147,6 +147,9 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
             f"Measured on the CPU{why}{smaller}; peak is the largest resident set of a process, libraries included."
         )
     notes += _fp8_notes(config, names, rungs, device)
+    graphed = [rung.name for rung in rungs if recipe_of(rung.name, rungs).graph and rung.name not in names]
+    if config.rungs == "auto" and graphed:
+        notes.append(f"The rung {', '.join(graphed)} is left out, since CUDA graphs run on CUDA devices alone.")
     if interpreted():
         notes.append("TRITON_INTERPRET=1: kernels run through an interpreter, and their times say nothing of a GPU.")
     return Plan(
@@ -295,7 +298,7 @@ def _fp8_notes(config: LadderConfig, names: Sequence[str], rungs: Sequence[Rung]
 
     Raises: UserError for options that nothing comes of.
     """
-    in_fp8 = [rung.name for rung in rungs if recipe_of(rung.name, rungs).precision == "fp8"]
+    in_fp8 = [rung.name for rung in rungs if recipe_of(rung.name, rungs, names).precision == "fp8"]
     if config.amax_history is not None and config.scaling != "delayed":
         raise UserError(
             f"--amax-history is {config.amax_history} and --recipe is {config.scaling}, which has none; leave one out."
@@ -319,7 +322,7 @@ def _fp8_notes(config: LadderConfig, names: Sequence[str], rungs: Sequence[Rung]
             f"--fp8-stats looks at the state of delayed scaling and --recipe is {config.scaling}; leave one out."
         )
     notes = [] if is_native else [f"FP8 is emulated: the numbers of FP8, and slower than without; {why}."]
-    return notes if recipe == recipe_named() else [*notes, f"The rung {', '.join(in_fp8)} is {recipe}."]
+    return notes if recipe == recipe_named() else [*notes, f"FP8 is {recipe}."]
 
 
 def _for_symbols(base: GPTConfig, symbols: int) -> GPTConfig:

@@ -7,7 +7,7 @@ the recipe alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +20,8 @@ from fusestep.models.config import Form, Norm
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
-#: What an op has to run as for a rung to mean something: our kernel, or the device's own FP8 product.
-SERVED = ("triton", "native")
+#: What a part has to run as for a rung to mean something: our kernel, the device's own FP8 product, a CUDA graph.
+SERVED = ("triton", "native", "graph")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Recipe:
         optimizer: "torch" (torch.optim.AdamW as torch sets it up by default) or "fused" (fusestep.optim.FusedAdam).
         precision: "fp32" (TF32 off), "bf16" through torch.amp.autocast, or "fp8" within it, by fp8_autocast.
         scaling, fp8_format, amax_history: with fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
+        graph: the whole step in one CUDA graph, by fusestep.TrainStep.
         lr: learning rate; weight decay is torch's default, 0.01.
     """
 
@@ -43,6 +44,7 @@ class Recipe:
     scaling: RecipeName = "delayed"
     fp8_format: FormatName = "auto"
     amax_history: int | None = None
+    graph: bool = False
     lr: float = 3e-4
 
 
@@ -54,9 +56,10 @@ class Rung:
         name: what --rungs calls it.
         summary: what it is, in a few words.
         change: from the recipe of the rung before to this one's.
-        fused: the op that must run as our kernel, or as the device's own FP8 product, for the rung to mean anything;
-            None where the change is torch's own.
+        fused: the part that must run as our kernel, as the device's own FP8 product or in a graph, for the rung to
+            mean anything; None where the change is torch's own.
         slower_when: the likely cause when it does not pay, though everything runs as it should.
+        only_if_chosen: whether later rungs are without this change where the rung itself is not measured.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Rung:
     change: Callable[[Recipe], Recipe]
     fused: str | None
     slower_when: str
+    only_if_chosen: bool = False
 
 
 def _adam(recipe: Recipe) -> Recipe:
@@ -88,6 +92,10 @@ def _blocks(recipe: Recipe) -> Recipe:
 
 def _fp8(recipe: Recipe) -> Recipe:
     return replace(recipe, precision="fp8")
+
+
+def _graph(recipe: Recipe) -> Recipe:
+    return replace(recipe, graph=True)
 
 
 RUNGS: tuple[Rung, ...] = (
@@ -126,6 +134,14 @@ RUNGS: tuple[Rung, ...] = (
         _fp8,
         "scaled_mm",
         "casts to FP8 cost more than its products save at this width: gains grow with the model",
+        only_if_chosen=True,
+    ),
+    Rung(
+        "graph",
+        "+ fusestep.TrainStep: forward, backward and optimizer as one CUDA graph",
+        _graph,
+        "train_step",
+        "the host launches these kernels as fast as the device runs them, so there is nothing to save",
     ),
 )
 
@@ -156,16 +172,28 @@ def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
 
 
 def default_names(device: torch.device, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
-    """Every rung that means something on a device: FP8 only where the device multiplies in it."""
+    """Every rung that means something on a device: FP8 only where the device multiplies in it, graphs on GPUs."""
     emulates = not support(device)[0]
-    return tuple(rung.name for rung in rungs if not (emulates and recipe_of(rung.name, rungs).precision == "fp8"))
+    chosen: list[str] = []
+    for rung in rungs:
+        recipe = recipe_of(rung.name, rungs, chosen)
+        if not (emulates and recipe.precision == "fp8") and not (recipe.graph and device.type != "cuda"):
+            chosen.append(rung.name)
+    return tuple(chosen)
 
 
-def recipe_of(name: str, rungs: Sequence[Rung] = RUNGS) -> Recipe:
-    """The recipe of a rung: its own change after those of every rung before it."""
+def recipe_of(name: str, rungs: Sequence[Rung] = RUNGS, chosen: Collection[str] | None = None) -> Recipe:
+    """The recipe of a rung: its own change after those of every rung before it.
+
+    Args:
+        chosen: the rungs that are measured, without whose others those that are `only_if_chosen` are left out; None
+            for all.
+    """
     recipe = Recipe()
     for rung in rungs:
-        recipe = rung.change(recipe)
+        is_left_out = rung.only_if_chosen and chosen is not None and rung.name not in chosen
+        if rung.name == name or not is_left_out:
+            recipe = rung.change(recipe)
         if rung.name == name:
             return recipe
     raise ValueError(f"recipe_of: {name!r} is none of {_listed([rung.name for rung in rungs])}.")

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fusestep import dispatch
 from fusestep.data import open_source
 from fusestep.fp8 import fp8_autocast
 from fusestep.fp8.recipes import recipe_named
 from fusestep.fp8.statistics import TensorStatistics, collect
+from fusestep.graph import TrainStep
 from fusestep.ladder.rungs import Recipe
 from fusestep.models import GPT, GPTConfig
 from fusestep.optim import FusedAdam
@@ -21,7 +23,7 @@ from fusestep.optim import FusedAdam
 
 @dataclass(frozen=True)
 class Part:
-    """An op of ours that a step called, and what it ran as, in the words of `fusestep.dispatch`."""
+    """A part of ours that a step called, and what it ran as: in the words of `fusestep.dispatch`, or "graph"."""
 
     name: str
     implementation: str
@@ -52,15 +54,21 @@ class Step:
         self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
             self.model.parameters(), lr=recipe.lr, weight_decay=0.01
         )
+        self.graphed = (
+            TrainStep(self.model, _loss, self.optimizer, autocast=self._autocast, fp8_recipe=self._fp8)
+            if recipe.graph
+            else None
+        )
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on (B, T) tokens and their targets; the mean loss as a 0-d tensor on the device, with no sync."""
+        if self.graphed is not None:
+            return self.graphed(tokens, targets)
         with (
             torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None),
             fp8_autocast(enabled=self._fp8 is not None, recipe=self._fp8),
         ):
-            logits = self.model(tokens)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            loss = _loss(self.model, tokens, targets)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -92,13 +100,23 @@ def _saturated(row: TensorStatistics) -> float:
     return row.saturated or 0.0
 
 
-def parts_that_ran() -> list[Part]:
-    """Every op of ours that ran in this process, once for each way that it ran: what happened, not what should have."""
-    return [
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def parts_that_ran(step: Step) -> list[Part]:
+    """Every part of ours that ran in this process, once for each way it ran: what happened, not what should have."""
+    parts = [
         Part(op, choice.implementation, choice.reason)
         for op, choices in sorted(dispatch.decided().items())
         for choice in sorted(choices, key=lambda choice: choice.reason)
     ]
+    graphed = step.graphed
+    if graphed is not None and graphed.fallback is not None:
+        parts.append(Part("train_step", "torch", graphed.fallback))
+    elif graphed is not None and graphed.captures:
+        parts.append(Part("train_step", "graph", f"captured in {graphed.captures[-1].seconds:.2f} s"))
+    return parts
 
 
 def batches(

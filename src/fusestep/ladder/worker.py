@@ -105,7 +105,7 @@ def perform(request: Request) -> dict[str, Any]:
     return {
         "timing": asdict(timing),
         "peak": asdict(peak.result),
-        "parts": [asdict(part) for part in parts_that_ran()],
+        "parts": [asdict(part) for part in parts_that_ran(step)],
         "optimizer": step.optimizer_in_words(),
         "threads": torch.get_num_threads(),
     }
