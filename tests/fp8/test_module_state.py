@@ -478,3 +478,17 @@ def test_a_replica_runs_as_its_module(make: Callable[..., Any]) -> None:
         assert torch.equal(replica(x), module(x))
         replica(x).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_replicas_are_refused_where_they_would_share_scales_or_miss_the_region(make: Callable[..., Any]) -> None:
+    module = make()
+    replica, x = module._replicate_for_data_parallel(), batch(0)
+    for name, parameter in module.named_parameters():
+        setattr(replica, name, parameter.clone())
+    for options in ({"enabled": True}, {"enabled": False, "calibrating": True}):
+        with fp8_autocast(**options), pytest.raises(UserError, match="replicas of .* would share"):
+            replica(x)
+        with fp8_autocast(**options), pytest.raises(UserError, match="which this fp8_autocast region does not reach"):
+            module._replicate_for_data_parallel()
+    assert module.fp8_state is None
+    assert torch.equal(replica(x), module(x))

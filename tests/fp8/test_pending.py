@@ -178,6 +178,23 @@ def test_a_callable_that_returns_the_wrong_thing_is_refused_before_anything_chan
     assert not state.history.any()
 
 
+def test_a_callable_that_returns_the_wrong_thing_is_refused_until_it_is_mended() -> None:
+    good, bad = states(2)
+    bad.follow(DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history))
+    pending = Pending()
+    record(pending, (good, 3.0), (bad, 2.0))
+    for _ in range(3):
+        with pytest.raises(UserError, match="amax_compute_algo returned"):
+            pending.roll()
+    bad.follow(DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)))
+    pending.roll()
+    pending.roll()
+    for state, amax in ((good, 3.0), (bad, 2.0)):
+        assert state.rolls.tolist() == [1] * len(state.names)
+        assert float(state.history.max()) == amax
+        assert not state.amax.any()
+
+
 # On the GPU
 
 

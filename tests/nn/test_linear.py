@@ -360,6 +360,8 @@ def test_wrong_inputs_are_told_in_one_sentence() -> None:
             layer(torch.randn(3, 768, dtype=torch.float64))
         with pytest.raises(UserError, match="x is on meta and the weight on cpu"):
             layer(torch.randn(3, 768, device="meta"))
+        with pytest.raises(UserError, match=r"name='head'\): the weight has dtype torch\.float64"):
+            copy.deepcopy(layer).double()(torch.randn(3, 768))
         with pytest.raises(UserError, match=r"transforms of torch\.func"):
             torch.func.vmap(layer)(torch.randn(3, 768))
     with pytest.raises(UserError, match=r"x has dtype torch\.bfloat16 and the weight torch\.float32"):

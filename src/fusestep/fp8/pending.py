@@ -46,15 +46,19 @@ class Pending:
         self._recorded[state.reference] = group
 
     def roll(self) -> None:
-        """Move what was recorded into the histories, and renew the scales."""
+        """Move what was recorded into the histories, and renew the scales.
+
+        Where that raises, what was recorded is kept, so that the next region raises too until the cause is mended. What
+        has rolled by then has an amax of 0, which does not roll again.
+        """
         recorded = self._recorded
         if not recorded:
             return
-        self._recorded = {}
         if "torch._dynamo" in sys.modules:
             _without_compiling()(self, recorded)
         else:
             self._roll_all(recorded)
+        self._recorded = {}
 
     def _roll_all(self, recorded: dict[Reference, Any]) -> None:
         by_group: dict[Any, list[Slots]] = {}

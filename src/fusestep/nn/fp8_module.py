@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fusestep.fp8 import context
 from fusestep.fp8.casting import Casts, is_counting, passing_casts, recording_casts, stateless_casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.copies import WeightCopies, attach
+from fusestep.fp8.held import Part, part_of
 from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from fusestep.fp8.state import KEYS, Slots
@@ -65,7 +67,7 @@ class FP8Module(nn.Module):
     _recipe: Recipe | None
     _casts: Any
     _cached: dict[int, tuple[Quantized, tuple[tuple[int, int], ...]]] | None
-    _asked: dict[int, tuple[Casts, WeightCopies]] | None
+    _asked: dict[int, tuple[Casts, WeightCopies, tuple[Part | None, ...]]] | None
 
     # Whether the state came from a checkpoint or a copy with amaxes that no region knows of yet.
     _has_unrolled: bool
@@ -130,6 +132,8 @@ class FP8Module(nn.Module):
                 self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, stateless_casts(recipe)
             stateless: Casts = self._casts
             return stateless
+        if "_is_replica" in self.__dict__:
+            raise self._shared_state()
         if not records:
             return passing_casts(recipe, self.fp8_state, len(self.SLOTS), self._first_weight().device)
         state = self._recorded_state(region, recipe)
@@ -176,6 +180,8 @@ class FP8Module(nn.Module):
         """Under a calibrating region, record the amax of what the slot `index` would have cast."""
         if region is None or region.enabled or not isinstance(region.recipe, DelayedScaling):
             return
+        if "_is_replica" in self.__dict__:
+            raise self._shared_state()
         state = self._recorded_state(region, region.recipe)
         if x.numel():
             amax = state.slots[index, AMAX]
@@ -295,14 +301,15 @@ class FP8Module(nn.Module):
         if asked is None:
             asked = self.__dict__["_asked"] = {}
         known = asked.get(index)
-        if known is not None and known[0] is casts and known[1].are_of(sources):
+        # What a parameter holds is one object as long as nobody gives it other copies.
+        if known is not None and known[0] is casts and all(map(is_, map(part_of, sources), known[2])):
             copies: WeightCopies = known[1]
             if copies.form.transposed or not transposed:
                 return copies
         slots = None if self.fp8_state is None else self.fp8_state.slots
         assert self._recipe is not None
         copies = attach(sources, self._recipe, slots, index, transposed=transposed)
-        asked[index] = (casts, copies)
+        asked[index] = casts, copies, tuple([part_of(source) for source in sources])
         return copies
 
     # Checks
@@ -316,7 +323,7 @@ class FP8Module(nn.Module):
             and shape[-1] == features
             and x.device == weight.device
             and (region is None or not torch._C._are_functorch_transforms_active())
-            and (x.dtype in FLOATING or region is None or not region.enabled)
+            and ((x.dtype in FLOATING and weight.dtype in FLOATING) or region is None or not region.enabled)
         ):
             return
         if shape[-1:] != (features,):
@@ -330,6 +337,11 @@ class FP8Module(nn.Module):
                 f"{self._described()}: x has dtype {x.dtype}, which FP8 is not cast from; pass float32, bfloat16 or "
                 "float16, or leave the fp8_autocast region."
             )
+        if region is not None and region.enabled and weight.dtype not in FLOATING:
+            raise UserError(
+                f"{self._described()}: the weight has dtype {weight.dtype}, which FP8 is not cast from; convert the "
+                "layer to float32, bfloat16 or float16, or leave the fp8_autocast region."
+            )
         if region is not None and torch._C._are_functorch_transforms_active():
             raise UserError(
                 f"{self._described()}: transforms of torch.func cannot look into FP8; call the module outside of "
@@ -337,6 +349,23 @@ class FP8Module(nn.Module):
             )
         raise UserError(
             f"{self._described()}: x is on {x.device} and the weight on {weight.device}; move them to one device."
+        )
+
+    # torch.nn.DataParallel, whose replicas hold the same objects as their module, on other devices, in other threads
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if context.current() is not None:
+            raise UserError(
+                f"{self._described()}: torch.nn.DataParallel runs its replicas in threads of their own, which this "
+                "fp8_autocast region does not reach; use torch.nn.parallel.DistributedDataParallel, or enter the "
+                "region in the forward of the module that is replicated."
+            )
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+
+    def _shared_state(self) -> UserError:
+        return UserError(
+            f"{self._described()}: replicas of torch.nn.DataParallel would share one scaling state; use "
+            "torch.nn.parallel.DistributedDataParallel, or a recipe without state such as Float8CurrentScaling."
         )
 
     # What an explanation tells
