@@ -72,6 +72,14 @@ def norm_reference(gradients: Sequence[Tensor]) -> Tensor:
     return total.float()
 
 
+def tensor_norm(tensor: Tensor) -> Tensor:
+    """√Σ x² of one tensor, 0-d: fp32, of a float64 tensor float64."""
+    if tensor.dtype == torch.float64:
+        norm: Tensor = torch.linalg.vector_norm(tensor)
+        return norm
+    return norm_reference([tensor])
+
+
 @triton.jit
 def _accumulate(g, large, middle, small):
     size = tl.abs(g)

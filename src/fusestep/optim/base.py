@@ -39,9 +39,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     _plan_class: ClassVar[type[StepPlan]]
     #: Keys of the state that has the parameter's shape.
     _dense: ClassVar[tuple[str, ...]]
+    #: Keys of 0-d states, on the parameter's device.
+    _scalars: ClassVar[tuple[str, ...]] = ()
     #: What a state may come from, and what to use for sparse gradients, for errors.
     _kin: ClassVar[str]
     _sparse: ClassVar[str] = "torch.optim.SparseAdam"
+    #: Whether a saved state tells how many steps were taken, where it has no count of its own.
+    _counts_steps: ClassVar[bool] = True
     #: Attributes that a pickle keeps.
     _kept: ClassVar[tuple[str, ...]] = ("master_weights", "capturable", "_has_warned", "_counters")
 
@@ -303,6 +307,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in state:
                 state[key] = self._first_state(parameter, group)
             state[key] = _like(parameter, state[key], dtype)
+        for key in self._scalars:
+            value = state.get(key)
+            if value is None:
+                value = torch.zeros((), dtype=dtype.to_real(), device=parameter.device)
+            state[key] = value.to(parameter.device, dtype.to_real(), non_blocking=parameter.device.type == "cuda")
         if self._has_master(parameter):
             # Made at the first step, not in the constructor: weights may be loaded in between.
             master = state.get("master_param")
@@ -373,7 +382,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[parameter] = self._loaded_state(saved, group_step, parameter, number, groups[group_of[number]])
         counts = state_dict.get("step_counts")
         if counts is None:
-            counts = {"applied": max((int(one["step"]) for one in state.values()), default=0), "skipped": 0}
+            steps = [int(one["step"]) for one in state.values()] if self._counts_steps else []
+            counts = {"applied": max(steps, default=0), "skipped": 0}
         keep_lr_tensors(self.param_groups, groups)
         self.__setstate__({"param_groups": groups})
         self.state.clear()
@@ -393,7 +403,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """One parameter's state as this class keeps it, from a saved one; `group_step` is Apex's."""
         saved = {"step": group_step, **saved}
         dtype, has_master = self._state_dtype(parameter), self._has_master(parameter)
-        return loaded_state(self._who, saved, parameter, number, self._dense, dtype, has_master, self._kin)
+        return loaded_state(
+            self._who, saved, parameter, number, self._dense, dtype, has_master, self._kin, self._scalars
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._kept}}

@@ -70,6 +70,7 @@ def loaded_state(
     dtype: torch.dtype,
     has_master: bool,
     kin: str,
+    scalars: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The state of one parameter, copied, on its device, dense states in `dtype` and masters in fp32.
 
@@ -77,15 +78,19 @@ def loaded_state(
         who, number, kin: for errors: the optimizer, the parameter's number, and what a state may come from.
         dense: keys of states of the parameter's shape, all wanted.
         has_master: whether to take a master where there is one.
+        scalars: keys of 0-d states, all wanted.
     """
-    missing = set(dense) - set(saved)
+    missing = {*dense, *scalars} - set(saved)
     if missing or saved.get("step") is None or "max_exp_avg_sq" in saved:
         found = ", ".join(sorted(str(key) for key, value in saved.items() if value is not None))
         raise UserError(
             f"{who}.load_state_dict: the state of parameter {number} has {found}, which is not "
-            f"{who.removeprefix('Fused')}'s ({', '.join(('step', *dense))}); load a state of {kin}. {NOTHING}"
+            f"{who.removeprefix('Fused')}'s ({', '.join(('step', *dense, *scalars))}); load a state of {kin}. {NOTHING}"
         )
     state: dict[str, Any] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).detach().reshape(()).clone()}
+    for key in scalars:
+        number_of = torch.as_tensor(saved[key]).detach().reshape(())
+        state[key] = torch.empty((), dtype=dtype.to_real(), device=parameter.device).copy_(number_of)
     for key, wanted in (*((key, dtype) for key in dense), ("master_param", torch.float32)):
         if key in saved:
             if saved[key].shape != parameter.shape:

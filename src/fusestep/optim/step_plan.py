@@ -55,6 +55,9 @@ class StepPlan:
         capturable: whether a CUDA graph may capture steps of this plan.
     """
 
+    #: For dispatch. Plans of other optimizers (update_plan.py) replace it, and the methods that name Adam's states.
+    op: str = "adam"
+
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
@@ -124,21 +127,22 @@ class StepPlan:
         for i in members:
             gradient, state = gradients[i], self.state_of[i]
             if gradient is not None and state is not None:
-                weight, moment = self.weights[i], state["exp_avg"]
-                signature = AdamSignature(
-                    device, real(weight).dtype, real(gradient).dtype, real(moment).dtype, self._master(i) is not None
-                )
-                by_signature.setdefault(signature, []).append(i)
+                by_signature.setdefault(self._signature(i, device, gradient, state), []).append(i)
         launches: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
         references: dict[tuple[AdamSignature, int], list[int]] = {}
         for signature, alike in by_signature.items():
-            if not uses_triton("adam", device, signature.unsupported()):
+            if not uses_triton(self.op, device, signature.unsupported()):
                 for i in alike:
                     references.setdefault((signature, self.group_of[i]), []).append(i)
                 continue
             for i, launch in zip(alike, self._launches_of(alike, signature, gradients), strict=True):
                 launches.setdefault(launch, []).append(i)
         return launches, references
+
+    def _signature(self, i: int, device: torch.device, gradient: Tensor, state: State) -> AdamSignature:
+        """What parameters of one launch have in common."""
+        weight, moment = real(self.weights[i]).dtype, real(state["exp_avg"]).dtype
+        return AdamSignature(device, weight, real(gradient).dtype, moment, self._master(i) is not None)
 
     def _launches_of(
         self, alike: list[int], signature: AdamSignature, gradients: list[Tensor | None]

@@ -1,0 +1,235 @@
+"""LAMB's kernels: moments with the norms of each tensor, and weights. Formulas: see lamb.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fusestep.language import tl, triton
+from fusestep.ops.adam_kernel import _bias_correction, _gate, _keep_counts
+from fusestep.ops.gradient_norm import _accumulate, _combine
+from fusestep.ops.launch import launch
+from fusestep.ops.registry import Compilation
+from fusestep.ops.tensor_table import BLOCK, FIRST_CHUNK, GRADIENT, TensorTable
+from fusestep.ops.update import (
+    SHARED_SIGNATURE,
+    WARPS,
+    Shared,
+    UpdateSignature,
+    compilation,
+    constants_of,
+    programs,
+    signatures,
+)
+from fusestep.ops.update_kernel import chunk_of, options, places, pointers
+
+
+@triton.jit
+def _direction(m, v, w, first, second, eps, decoupled):
+    """u of the formula, from the moments as stored; first = 1 / (1 − β₁ᵗ), second = 1 / √(1 − β₂ᵗ)."""
+    return m * first / (tl.sqrt(v) * second + eps) + decoupled * w
+
+
+@triton.jit
+def _corrections(group, step):
+    """1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ)."""
+    return 1.0 / _bias_correction(step + 1.0, tl.load(group + 5)), 1.0 / tl.sqrt(
+        _bias_correction(step + 1.0, tl.load(group + 6))
+    )
+
+
+@triton.jit
+def _norm(x):
+    """The L2 norm of a block."""
+    zero = tl.zeros_like(x)
+    large, middle, small = _accumulate(x, zero, zero, zero)
+    return _combine(tl.sum(large, 0), tl.sum(middle, 0), tl.sum(small, 0))
+
+
+@triton.jit
+def _moments(
+    parameter, gradient, exp_avg, exp_avg_sq, master, at, at_parameter, at_gradient, mask,
+    inverse, l2, beta1, beta3, beta2, one_minus_beta2, first, second, eps, decoupled,
+    HAS_MASTER: tl.constexpr,
+):  # fmt: skip
+    """Write the moments; returns the norms of the weights and of their update."""
+    g = tl.load(gradient + at_gradient, mask=mask).to(tl.float32) * inverse
+    m = tl.load(exp_avg + at, mask=mask)
+    v = tl.load(exp_avg_sq + at, mask=mask)
+    weight, at_weight = (master, at) if HAS_MASTER else (parameter, at_parameter)
+    w = tl.load(weight + at_weight, mask=mask).to(tl.float32)
+    g += l2 * w
+    m = beta1 * m + beta3 * g
+    v = beta2 * v + one_minus_beta2 * g * g
+    tl.store(exp_avg + at, m, mask=mask)
+    tl.store(exp_avg_sq + at, v, mask=mask)
+    u = _direction(m, v, w, first, second, eps, decoupled)
+    if mask is not None:
+        w = tl.where(mask, w, 0.0)
+        u = tl.where(mask, u, 0.0)
+    return _norm(w), _norm(u)
+
+
+@triton.jit
+def _trust_ratio(partials, chunks, first_chunk, count, is_adaptive, LANES: tl.constexpr):
+    """‖w‖ / ‖u‖ from the norms of a tensor's chunks, always added in the same order."""
+    index = tl.arange(0, LANES)
+    w_large = tl.zeros([LANES], tl.float32)
+    w_middle = tl.zeros([LANES], tl.float32)
+    w_small = tl.zeros([LANES], tl.float32)
+    u_large = tl.zeros([LANES], tl.float32)
+    u_middle = tl.zeros([LANES], tl.float32)
+    u_small = tl.zeros([LANES], tl.float32)
+    for at in tl.range(0, count, LANES, num_stages=1):
+        mask = at + index < count
+        here = partials + first_chunk + at + index
+        # Past the first-level cache, which other programs' stores do not reach.
+        w = tl.load(here, mask=mask, other=0.0, cache_modifier=".cg")
+        u = tl.load(here + chunks, mask=mask, other=0.0, cache_modifier=".cg")
+        w_large, w_middle, w_small = _accumulate(w, w_large, w_middle, w_small)
+        u_large, u_middle, u_small = _accumulate(u, u_large, u_middle, u_small)
+    w_norm = _combine(tl.sum(w_large, 0), tl.sum(w_middle, 0), tl.sum(w_small, 0))
+    u_norm = _combine(tl.sum(u_large, 0), tl.sum(u_middle, 0), tl.sum(u_small, 0))
+    is_trusted = is_adaptive & (w_norm != 0.0) & (u_norm != 0.0)
+    return tl.where(is_trusted, w_norm / tl.where(is_trusted, u_norm, 1.0), 1.0)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["divisor", "skip"])
+def _lamb_moments_kernel(
+    rows, tensors, chunk_tensor, chunks, dims,  # the table
+    hyper, steps_before, divisor, skip,  # see Shared
+    partials,  # (2, chunks) fp32: norms of the weights and of their updates
+    tickets,  # (tensors,) int32, 0 before and after
+    ratios,  # (tensors,) fp32, written
+    PARAMETER_DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, CHUNK)
+    is_skipped, inverse = _gate(divisor, skip, True)
+    if pid < chunks:
+        tensor = tl.load(chunk_tensor + pid)
+        address = tl.load(rows + tensors * GRADIENT + tensor)
+        if (address != 0) & (is_skipped == 0.0):
+            parameter, gradient, exp_avg, exp_avg_sq, master = pointers(
+                rows, tensors, tensor, address, PARAMETER_DTYPE, GRADIENT_DTYPE
+            )
+            _, group, step = options(rows, tensors, tensor, hyper, steps_before)
+            beta1 = tl.load(group + 1)
+            beta3 = tl.load(group + 2)
+            beta2 = tl.load(group + 3)
+            one_minus_beta2 = tl.load(group + 4)
+            first, second = _corrections(group, step)
+            eps = tl.load(group + 7)
+            l2 = tl.load(group + 8)
+            decoupled = tl.load(group + 9)
+            start, numel, first_dim, dim_count, is_plain = chunk_of(rows, tensors, tensor, pid, IS_STRIDED, CHUNK)
+            if is_plain:
+                at = tl.multiple_of(start, 16) + lanes
+                w_norm, u_norm = _moments(
+                    tl.multiple_of(parameter, 16), tl.multiple_of(gradient, 16), tl.multiple_of(exp_avg, 16),
+                    tl.multiple_of(exp_avg_sq, 16), tl.multiple_of(master, 16), at, at, at, None,
+                    inverse, l2, beta1, beta3, beta2, one_minus_beta2, first, second, eps, decoupled, HAS_MASTER,
+                )  # fmt: skip
+            else:
+                at = start + lanes
+                at_parameter, at_gradient = places(at, dims, first_dim, dim_count)
+                w_norm, u_norm = _moments(
+                    parameter, gradient, exp_avg, exp_avg_sq, master, at, at_parameter, at_gradient, at < numel,
+                    inverse, l2, beta1, beta3, beta2, one_minus_beta2, first, second, eps, decoupled, HAS_MASTER,
+                )  # fmt: skip
+            tl.store(partials + pid, w_norm)
+            tl.store(partials + chunks + pid, u_norm)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(tickets + tensor, 1, sem="acq_rel")  # integer ticket
+            count = (numel + CHUNK - 1) // CHUNK
+            if arrived == count - 1:
+                first_chunk = tl.load(rows + tensors * FIRST_CHUNK + tensor)
+                is_adaptive = tl.load(group + 10) != 0.0
+                tl.store(ratios + tensor, _trust_ratio(partials, chunks, first_chunk, count, is_adaptive, CHUNK))
+                tl.store(tickets + tensor, 0)
+
+
+@triton.jit
+def _weights(
+    parameter, exp_avg, exp_avg_sq, master, at, at_parameter, mask, rate, first, second, eps, decoupled,
+    HAS_MASTER: tl.constexpr,
+):  # fmt: skip
+    m = tl.load(exp_avg + at, mask=mask)
+    v = tl.load(exp_avg_sq + at, mask=mask)
+    weight, at_weight = (master, at) if HAS_MASTER else (parameter, at_parameter)
+    w = tl.load(weight + at_weight, mask=mask).to(tl.float32)
+    w -= rate * _direction(m, v, w, first, second, eps, decoupled)
+    tl.store(parameter + at_parameter, w.to(parameter.dtype.element_ty), mask=mask)
+    if HAS_MASTER:
+        tl.store(master + at, w, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks", "is_counting"], do_not_specialize_on_alignment=["divisor", "skip"])
+def _lamb_weights_kernel(
+    rows, tensors, chunk_tensor, chunks, dims,  # the table
+    hyper, steps_before, steps, divisor, skip, counters, is_counting,  # see Shared
+    ratios,  # (tensors,) fp32
+    PARAMETER_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, CHUNK)
+    is_skipped, _ = _gate(divisor, skip, True)
+    _keep_counts(rows, tensors, pid, steps_before, steps, is_skipped, counters, is_counting, CHUNK)
+    if pid < chunks:
+        tensor = tl.load(chunk_tensor + pid)
+        address = tl.load(rows + tensors * GRADIENT + tensor)
+        if (address != 0) & (is_skipped == 0.0):
+            parameter, _, exp_avg, exp_avg_sq, master = pointers(
+                rows, tensors, tensor, address, PARAMETER_DTYPE, PARAMETER_DTYPE
+            )
+            lr, group, step = options(rows, tensors, tensor, hyper, steps_before)
+            rate = lr * tl.load(ratios + tensor)
+            first, second = _corrections(group, step)
+            eps = tl.load(group + 7)
+            decoupled = tl.load(group + 9)
+            start, numel, first_dim, dim_count, is_plain = chunk_of(rows, tensors, tensor, pid, IS_STRIDED, CHUNK)
+            if is_plain:
+                at = tl.multiple_of(start, 16) + lanes
+                _weights(
+                    tl.multiple_of(parameter, 16), tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16),
+                    tl.multiple_of(master, 16), at, at, None, rate, first, second, eps, decoupled, HAS_MASTER,
+                )  # fmt: skip
+            else:
+                at = start + lanes
+                at_parameter, _ = places(at, dims, first_dim, dim_count)
+                _weights(
+                    parameter, exp_avg, exp_avg_sq, master, at, at_parameter, at < numel,
+                    rate, first, second, eps, decoupled, HAS_MASTER,
+                )  # fmt: skip
+
+
+def launch_lamb(signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared) -> None:
+    """Moments and trust ratios, then weights; `scratch` as LambRule makes it."""
+    partials, tickets, ratios = scratch
+    before = (shared.hyper, shared.steps_before, shared.divisor, shared.skip)
+    constants = {**constants_of(signature, table), "CHUNK": BLOCK, "num_warps": WARPS}
+    of_table = (programs(table), table.device, *table.arguments)
+    launch(_lamb_moments_kernel, *of_table, *before, partials, tickets, ratios, **constants)
+    del constants["GRADIENT_DTYPE"]
+    launch(_lamb_weights_kernel, *of_table, *shared, ratios, **constants)
+
+
+def compilations() -> Iterator[Compilation]:
+    """Every combination of dtypes, with and without masters and strides, of both kernels."""
+    own = {"partials": "*fp32", "tickets": "*i32", "ratios": "*fp32"}
+    before = {name: SHARED_SIGNATURE[name] for name in ("hyper", "steps_before", "divisor", "skip")}
+    for label, constants in signatures():
+        constants = {**constants, "CHUNK": BLOCK}
+        yield compilation(_lamb_moments_kernel, f"moments: {label}", constants, {**before, **own})
+        of_weights = {name: value for name, value in constants.items() if name != "GRADIENT_DTYPE"}
+        what = re.sub(", [a-z0-9]* gradients", "", label)
+        yield compilation(_lamb_weights_kernel, f"weights: {what}", of_weights, {**SHARED_SIGNATURE, "ratios": "*fp32"})
