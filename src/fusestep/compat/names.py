@@ -34,7 +34,7 @@ def module_getattr(module: str, table: NotServed, submodules: tuple[str, ...] = 
     """The `__getattr__` of a shim module; also makes imports of the submodules in its table raise.
 
     Args:
-        module: the module's name, `__name__`.
+        module: the module's name, `__name__`; "" for a table of top-level modules.
         table: its NOT_SERVED.
         submodules: imported when first asked for as attributes.
     """

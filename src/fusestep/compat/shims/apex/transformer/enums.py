@@ -1,0 +1,25 @@
+"""apex.transformer.enums, with Apex's numbers."""
+
+from enum import Enum
+
+__all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType"]
+
+
+class LayerType(Enum):
+    encoder = 1
+    decoder = 2
+
+
+class AttnType(Enum):
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnMaskType(Enum):
+    padding = 1
+    causal = 2
+
+
+class ModelType(Enum):
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
