@@ -153,6 +153,9 @@ class Linear(FP8Module):
 
         A weight of several parameters is put together where it has to be cast, and not before.
         """
+        if "" in self.parts:
+            weight = self._parameter("weight")
+            return weight, (weight,), self._parameter("bias")
         sources = self._parameters_of("weight")
         if len(sources) == 1:
             return sources[0], sources, self._bias()

@@ -74,14 +74,15 @@ class PreparedLaunch:
         options: the constexpr parameters by name, num_warps and num_stages.
     """
 
-    __slots__ = ("_compiled", "_grid", "_index", "_kernel", "_numbers", "_options", "_types")
+    __slots__ = ("_aligned", "_grid", "_index", "_kernel", "_numbers", "_options", "_types", "_unaligned")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], device: torch.device, numbers: tuple[Any, ...], **options: Any
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, (*grid, 1, 1)[:3], numbers, options
         self._index = device.index if device.type == "cuda" else None
-        self._compiled: dict[Any, _Compiled] = {}
+        self._aligned: _Compiled | None = None
+        self._unaligned: dict[tuple[int, ...], _Compiled] = {}
         self._types: list[torch.dtype | None] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -98,21 +99,31 @@ class PreparedLaunch:
         bits = 0
         for address in addresses:
             bits |= address
-        key = tuple([address & 15 for address in addresses]) if bits & 15 else None
-        found = self._compiled.get(key)
-        if found is None:
-            types = [None if tensor is None else tensor.dtype for tensor in tensors]
-            if self._types is None:
-                self._types = types
-            elif self._types != types:
-                raise TypeError(f"a launch of {self._kernel.__name__} is prepared for {self._types}, not for {types}")
-            args = (*tensors, *self._numbers)
-            found = _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
-            if found is not None:
-                self._compiled[key] = found
+        if bits & 15:
+            key = tuple([address & 15 for address in addresses])
+            found = self._unaligned.get(key)
+            if found is None:
+                found = self._first(tensors)
+                if found is not None:
+                    self._unaligned[key] = found
+                return None
         else:
-            found.launch(self._grid, index, addresses)
+            found = self._aligned
+            if found is None:
+                self._aligned = self._first(tensors)
+                return None
+        found.launch(self._grid, index, addresses)
         return None
+
+    def _first(self, tensors: tuple[Tensor | None, ...]) -> _Compiled | None:
+        """Launch on tensors of other alignments than before."""
+        types = [None if tensor is None else tensor.dtype for tensor in tensors]
+        if self._types is None:
+            self._types = types
+        elif self._types != types:
+            raise TypeError(f"a launch of {self._kernel.__name__} is prepared for {self._types}, not for {types}")
+        args = (*tensors, *self._numbers)
+        return _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
 
 
 class _Compiled:
@@ -127,20 +138,19 @@ class _Compiled:
     def launch(self, grid: tuple[int, ...], index: int | None, first: list[Any] | tuple[Any, ...]) -> None:
         """Launch on the current stream of the current device, which is `index`, on the first arguments and the last."""
         runtime = triton.knobs.runtime
-        args = (*first, *self._last)
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
-            self._kernel[grid](*args)
+            self._kernel[grid](*first, *self._last)
             return
         # What that does as well, without building for each launch what only hooks read.
         stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
         route = self._route
         if route is None:
-            route = self._route = self._find_route(grid, stream, args)
+            route = self._route = self._find_route(grid, stream, (*first, *self._last))
         function, between, is_nested = route
         if is_nested:
-            function(*grid, stream, *between, args)
+            function(*grid, stream, *between, (*first, *self._last))
         else:
-            function(*grid, stream, *between, *args)
+            function(*grid, stream, *between, *first, *self._last)
 
     def _find_route(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> _Route:
         """Learn from Triton's launcher what it hands to its C function, to call that without the launcher's Python.

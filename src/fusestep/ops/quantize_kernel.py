@@ -8,7 +8,7 @@ words of four rows with eight instructions, and words cross from thread to threa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -533,6 +533,12 @@ AMAX_STAGES = 3
 #: other step costs the host more.
 SEARCHED_BY_EACH = 1 << 21
 
+#: The same where there is no slot, so that they search every time.
+SEARCHED_ALWAYS = 1 << 15
+
+#: So many tiles below one another a program walks through rather than leave their column sums to another launch.
+SUMMED_AT_ONCE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizeLaunches:
@@ -577,7 +583,7 @@ def prepare_quantize(
     common = {"ACTIVATION": activation, "GATED": gated}
     finder = amax_launch(columns)
     amax, maxima = None, 0
-    if not has_slot or rows * columns > SEARCHED_BY_EACH:
+    if rows * columns > (SEARCHED_BY_EACH if has_slot else SEARCHED_ALWAYS):
         maxima = amax_programs(device, rows, columns, finder)
         amax = PreparedLaunch(
             _amax_kernel,
@@ -592,8 +598,11 @@ def prepare_quantize(
         )
     # Flat tiles would write as many partial sums as the tensor has bytes.
     choice = quantize_launch(columnwise, column_sums)
+    tiles_down = -(-padded(rows) // choice.rows)
+    if column_sums and tiles_down <= SUMMED_AT_ONCE:
+        choice = replace(choice, tiles=tiles_down)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
-    down = -(-padded(rows) // (choice.rows * choice.tiles))
+    down = -(-tiles_down // choice.tiles)
     cast = PreparedLaunch(
         _quantize_kernel,
         (across * down,),

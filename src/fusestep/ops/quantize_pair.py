@@ -17,6 +17,7 @@ from fusestep.ops.layouts import layout
 from fusestep.ops.quantize_kernel import (
     AMAX_STAGES,
     MOST_MAXIMA,
+    SEARCHED_ALWAYS,
     SEARCHED_BY_EACH,
     amax_launch,
     amax_programs,
@@ -290,7 +291,7 @@ class PairPlan:
         numbers = a_shape[0], b_shape[0], columns, a_stride, b_stride, *indices
         finder = amax_launch(columns)
         self._amax, self._maxima, maxima = None, None, (0, 0)
-        if not has_slots or max(a_shape[0], b_shape[0]) * columns > SEARCHED_BY_EACH:
+        if max(a_shape[0], b_shape[0]) * columns > (SEARCHED_BY_EACH if has_slots else SEARCHED_ALWAYS):
             maxima = (
                 amax_programs(device, *a_shape, finder),
                 amax_programs(device, *b_shape, finder),

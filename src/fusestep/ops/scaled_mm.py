@@ -109,12 +109,13 @@ def multiply(
     if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._len_torch_dispatch_stack():
         run = scaled_mm_op
     elif a_block is None and dispatch.multiplies_fp8("scaled_mm", a.device):
-        run = _native
+        if bias is not None or columns % PAD or rows % PAD:
+            out = _native(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation)
+            return out.contiguous() if columns % PAD else out
+        return torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, None, None, out_dtype, fast_accumulation)
     else:
         run = run_scaled_mm
-    out: Tensor = run(
-        a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
-    )
+    out = run(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block)
     return out if out.is_contiguous() else out.contiguous()
 
 
@@ -173,16 +174,16 @@ def _native(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accumulation: bool,
-    a_block: None = None,  # noqa: ARG001
-    b_block: None = None,  # noqa: ARG001
 ) -> Tensor:
     """cuBLASLt's product, which adds a bias before it rounds to bf16 or fp16; to fp32 it is added after."""
     epilogue = None
     if bias is not None and out_dtype is not torch.float32:
-        epilogue = _padded_bias(bias, columns, b.shape[0], out_dtype)
+        epilogue = bias
+        if columns % PAD or bias.dtype is not out_dtype or not bias.is_contiguous():
+            epilogue = _padded_bias(bias, columns, b.shape[0], out_dtype)
     # By position: keywords cost the host another microsecond.
     out = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, epilogue, None, out_dtype, fast_accumulation)
-    if out.shape != (rows, columns):
+    if columns % PAD or rows % PAD:
         out = sliced(out, rows, columns)
     return out if bias is None or epilogue is not None else out.add_(bias)
 
