@@ -57,10 +57,10 @@ types: $(READY) ## mypy, strict
 check-wheel: $(READY) ## build the wheel, install it into an empty environment elsewhere, and use it there
 	@$(PYTHON_IN_VENV) tools/check_wheel.py
 
-check-kernels: $(READY) ## compile every launch of every kernel for six GPU generations, without a GPU
+check-kernels: $(READY) ## compile the launches of every kernel for six GPU generations, without a GPU
 	@$(PYTHON_IN_VENV) tools/check_kernels.py $(ARGS)
 
-check-triton36: $(READY) ## the interpreter's tests under the oldest Triton that we serve
+check-triton36: $(READY) ## the kernels compiled, and the interpreter's tests, under the oldest Triton that we serve
 	@$(PYTHON_IN_VENV) tools/check_triton36.py $(ARGS)
 
 .PHONY: clean

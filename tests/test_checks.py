@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import check_triton36
 import forbidden_calls
 import large_files
 import run_tests
@@ -122,7 +125,8 @@ def product(size: int, stages: int) -> Compilation:
 
 def test_shared_memory_is_held_against_each_chip(check_kernels: ModuleType) -> None:
     # Three stages of two tiles of 128 × 128 fp16 are 192 KiB or less: too much for 8.6, 8.9 and 12.0, well within 9.0.
-    built = {one.target: one for one in check_kernels.build("product", product(128, 3))}
+    chips = check_kernels.SHARED_MEMORY
+    built = {one.target: one for one in check_kernels.build("product", product(128, 3), chips)}
     assert set(built) == {80, 86, 89, 90, 100, 120}
     for target in (86, 89, 120):
         assert built[target].failure is not None
@@ -133,13 +137,73 @@ def test_shared_memory_is_held_against_each_chip(check_kernels: ModuleType) -> N
 
 def test_a_kernel_is_compiled_for_the_chips_that_it_is_launched_on(check_kernels: ModuleType) -> None:
     one = dataclasses.replace(product(16, 1), minimum_capability=89)
-    assert [built.target for built in check_kernels.build("product", one)] == [89, 90, 100, 120]
+    assert check_kernels.launched_on(one) == [89, 90, 100, 120]
+    assert check_kernels.launched_on(product(16, 1)) == [80, 86, 89, 90, 100, 120]
 
 
 def test_a_kernel_that_does_not_compile_is_a_finding(check_kernels: ModuleType) -> None:
     # 48 is no power of two, which tl.arange wants.
-    failures = [one.failure for one in check_kernels.build("product", product(48, 1))]
+    failures = [one.failure for one in check_kernels.build("product", product(48, 1), (80, 120))]
+    assert len(failures) == 2
     assert all(failure is not None for failure in failures)
+
+
+def test_the_most_demanding_configurations_go_to_every_chip(
+    check_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(shared: int, registers: int, stack: int = 0, lowest: int = 80) -> list[Any]:
+        """What the oldest and the newest chip made of a configuration."""
+        newest = min(shared, 90 << 10)
+        return [
+            check_kernels.Built("product", "", lowest, shared, registers, stack),
+            check_kernels.Built("product", "", 120, newest, registers - 1, stack),
+        ]
+
+    other = Compilation(_forgotten_kernel, "", {"x_ptr": "*fp32"}, {}, num_warps=4, minimum_capability=89)
+    found = [*(("product", product(16, stages)) for stages in range(1, 6)), ("other", other)]
+    monkeypatch.setattr(check_kernels, "configurations", lambda: found)
+    left = check_kernels.left_to_build(
+        {
+            0: built(shared=1 << 10, registers=255),
+            1: built(shared=1 << 10, registers=255, stack=8),  # the most registers: those that spilled count
+            2: built(shared=4 << 10, registers=40),
+            3: built(shared=160 << 10, registers=40),  # the most shared memory
+            4: built(shared=100 << 10, registers=40),  # less, but more than 8.6 and 8.9 have
+            5: built(shared=0, registers=8, lowest=89),  # the only one of its kernel
+        }
+    )
+    chips: dict[int, list[int]] = {}
+    for index, targets in left:
+        chips.setdefault(index, []).extend(targets)
+    assert chips == {1: [86, 89, 90, 100], 3: [86, 89, 90, 100], 4: [86, 89], 5: [90, 100]}
+
+
+def test_the_oldest_triton_compiles_and_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(compiled: int, interpreted: int, version: str = check_triton36.VERSION) -> int:
+        calls = []
+
+        def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+            assert env["PYTHONPATH"] == str(check_triton36.FOLDER)
+            if command[1] == "-c":
+                return subprocess.CompletedProcess(command, 0, stdout=f"{version}\n")
+            interpreter = "pytest" in command
+            calls.append(interpreter)
+            assert ("TRITON_INTERPRET" in env) == interpreter
+            assert interpreter or command[1:] == ["tools/check_kernels.py", "--chip", "90"]
+            return subprocess.CompletedProcess(command, interpreted if interpreter else compiled)
+
+        monkeypatch.setattr(check_triton36, "install", lambda: None)
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(sys, "argv", ["check_triton36.py"])
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        answer = int(check_triton36.main())
+        assert calls == ([False, True] if version == check_triton36.VERSION else [])
+        return answer
+
+    assert status(0, 0) == 0
+    assert status(1, 0) == 1
+    assert status(0, 1) == 1
+    assert status(0, 0, version="3.9.0") == 1
 
 
 def test_a_kernel_that_no_configuration_covers_is_found(check_kernels: ModuleType) -> None:
@@ -162,7 +226,7 @@ def test_every_op_lists_its_launches() -> None:
 
 #: The layers of docs/architecture.svg, lowest first, and the small parts beside them; a package uses only lower ones.
 LAYERS = [
-    {"errors", "language", "tables", "durable", "memory", "grouping"},
+    {"errors", "language", "tables", "durable", "memory", "grouping", "factory"},
     {"hardware"},
     {"precision"},
     {"dispatch"},
