@@ -327,16 +327,15 @@ class BlockCasts(Casts):
         columnwise: bool,
         sums_dtype: torch.dtype | None = None,
     ) -> tuple[Quantized, Tensor | None]:
-        quantized, sums = quantize_blocks(
+        return quantize_blocks(
             x,
             dtype,
             block,
             rowwise=rowwise,
             columnwise=columnwise,
             power_of_two=self.power_of_two,
-            column_sums=sums_dtype is not None,
+            sums_dtype=sums_dtype,
         )
-        return quantized, None if sums is None else sums.to(sums_dtype)
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
         return self._cast(x, self.forward_dtype, self.block, True, columnwise)[0]

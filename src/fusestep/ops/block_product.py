@@ -52,9 +52,11 @@ def multiply_blocks(
     """The whole padded product, (M, N) of a (M, K) and b (N, K); the bias has N elements."""
     if _runs_natively(a, b, a_block, b_block):
         if not _asked(a, b, a_block, b_block, out_dtype, bias is not None):
-            # Rounded once all the same: fp32 holds the product until the bias is in.
+            # Rounded once all the same: fp32 holds the product until the bias is in, in one pass.
             out = _native(a, a_scale_inv, b, b_scale_inv, torch.float32, None, a_block, b_block)
-            return (out if bias is None else out.add_(bias)).to(out_dtype)
+            if bias is None:
+                return out.to(out_dtype)
+            return torch.add(out, bias, out=torch.empty_like(out, dtype=out_dtype))
         return _native(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, a_block, b_block)
     out = emulated_product(a, a_scale_inv, b, b_scale_inv, a_block, b_block)
     return (out if bias is None else out.add_(bias)).to(out_dtype)

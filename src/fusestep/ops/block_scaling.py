@@ -37,11 +37,9 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops.block_scaling_kernel import TILE, block_launch, constants, prepare, quantize_blocks_kernel
+from fusestep.ops.block_scaling_kernel import Launches, block_launch, constants, prepare, quantize_blocks_kernel
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
-from fusestep.ops.fp8_cast import has_fp8_cast
-from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import keep
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
@@ -69,44 +67,53 @@ def unwritten_scales(rows: int, columns: int, block: Block, device: torch.device
     return torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=dtype, device=device)
 
 
-#: (data, scales, transposed, its scales, column sums); empty where they are not wanted.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+#: (data, scales, transposed, its scales, column sums); None where they are not wanted.
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _unwritten(
-    x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, column_sums: bool
+    x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
 ) -> Outputs:
     """What is returned, not yet written: for the kernel, and for tracing."""
     rows, columns = x.shape
-
-    def form(is_wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        if not is_wanted:
-            return x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-        data = torch.empty(padded(rows), padded(columns), dtype=dtype, device=x.device)
-        return data, unwritten_scales(rows, columns, block, x.device)
-
-    sums = x.new_empty(columns if column_sums else 0, dtype=torch.float32)
-    return (*form(rowwise, rows, columns), *form(columnwise, columns, rows), sums)
+    device = x.device
+    data = scales = transposed = transposed_scales = sums = None
+    if rowwise:
+        data = torch.empty(padded(rows), padded(columns), dtype=dtype, device=device)
+        scales = unwritten_scales(rows, columns, block, device)
+    if columnwise:
+        transposed = torch.empty(padded(columns), padded(rows), dtype=dtype, device=device)
+        transposed_scales = unwritten_scales(columns, rows, block, device)
+    if sums_dtype is not None:
+        sums = torch.empty(columns, dtype=sums_dtype, device=device)
+    return data, scales, transposed, transposed_scales, sums
 
 
 def _reference(
-    x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, power_of_two: bool, column_sums: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Block,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    sums_dtype: torch.dtype | None,
 ) -> Outputs:
     """What the kernel computes, in plain PyTorch."""
     x = x.detach()
-    outputs = _unwritten(x, dtype, block, rowwise, columnwise, column_sums)
-    for is_wanted, source, data, scales in ((rowwise, x, *outputs[:2]), (columnwise, x.t(), *outputs[2:4])):
-        if is_wanted:
+    outputs = _unwritten(x, dtype, block, rowwise, columnwise, sums_dtype)
+    sums = outputs[4]
+    for source, data, scales in ((x, *outputs[:2]), (x.t(), *outputs[2:4])):
+        if data is not None and scales is not None:
             q, scale_inv = quantize_blocks_reference(source, dtype, block, data.shape, scales.shape, power_of_two)
             data.copy_(q)
             scales.copy_(scale_inv)
-    if column_sums:
-        outputs[4].copy_(x.sum(0, dtype=torch.float32))
+    if sums is not None:
+        sums.copy_(x.sum(0, dtype=torch.float32))
     return outputs
 
 
 #: By device, layouts and options; see `keep`.
-_launches: dict[tuple[Any, ...], PreparedLaunch] = {}
+_launches: dict[tuple[Any, ...], Launches] = {}
 
 
 def run_quantize_blocks(
@@ -116,40 +123,45 @@ def run_quantize_blocks(
     rowwise: bool,
     columnwise: bool,
     power_of_two: bool,
-    column_sums: bool,
+    sums_dtype: torch.dtype | None,
 ) -> Outputs:
     """What the op does: through the kernel where it runs, else the reference."""
     rows, columns = x.shape
     height, width = block
     options = (dtype, (height, width), rowwise, columnwise)
     if not x.numel() or not dispatch.uses_triton("block_scaling", x.device):
-        return _reference(x, *options, power_of_two, column_sums)
+        return _reference(x, *options, power_of_two, sums_dtype)
     if x.stride(1) != 1 and columns != 1:
         x = x.contiguous()
-    data, scales, transposed, transposed_scales, sums = _unwritten(x, *options, column_sums)
-    partial_sums = None
-    if column_sums:
-        partial_sums = torch.empty(-(-rows // TILE), columns, dtype=torch.float32, device=x.device)
-    key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, column_sums)
-    launch = _launches.get(key)
-    if launch is None:
+    outputs = _unwritten(x, *options, sums_dtype)
+    key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, sums_dtype)
+    launches = _launches.get(key)
+    if launches is None:
         padded_shape = padded(rows), padded(columns)
-        prepared = prepare(x, padded_shape, dtype, (height, width), power_of_two, columnwise, column_sums)
-        launch = keep(_launches, key, prepared)
-    as_stored = data, transposed
-    if not has_fp8_cast(x.device):  # nor do Triton's pointers know of FP8
-        as_stored = data.view(torch.uint8), transposed.view(torch.uint8)
-    launch(
-        x,
-        as_stored[0] if rowwise else None,
-        scales if rowwise else None,
-        as_stored[1] if columnwise else None,
-        transposed_scales if columnwise else None,
-        partial_sums,
-    )
-    if partial_sums is not None:
-        torch.sum(partial_sums, 0, out=sums)
-    return data, scales, transposed, transposed_scales, sums
+        has_sums = sums_dtype is not None
+        prepared = prepare(x, padded_shape, dtype, (height, width), power_of_two, columnwise, has_sums)
+        launches = keep(_launches, key, prepared)
+    launches(x, *outputs)
+    return outputs
+
+
+def _as_op(x: Tensor, dtype: torch.dtype, outputs: Outputs) -> tuple[Tensor, ...]:
+    """An op cannot return None: what is not wanted is an empty tensor."""
+    dtypes = (dtype, torch.float32, dtype, torch.float32, torch.float32)
+    return tuple(x.new_empty(0, dtype=kind) if one is None else one for one, kind in zip(outputs, dtypes, strict=True))
+
+
+def _quantize_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Sequence[int],
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    sums_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    outputs = run_quantize_blocks(x, dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
+    return _as_op(x, dtype, outputs)
 
 
 def _fake(
@@ -159,16 +171,16 @@ def _fake(
     rowwise: bool,
     columnwise: bool,
     power_of_two: bool,  # noqa: ARG001
-    column_sums: bool,
-) -> Outputs:
+    sums_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:
     height, width = block
-    return _unwritten(x, dtype, (height, width), rowwise, columnwise, column_sums)
+    return _as_op(x, dtype, _unwritten(x, dtype, (height, width), rowwise, columnwise, sums_dtype))
 
 
 quantize_blocks_op = define(
     "quantize_blocks(Tensor x, ScalarType dtype, int[] block, bool rowwise, bool columnwise, bool power_of_two, "
-    "bool column_sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    run_quantize_blocks,
+    "ScalarType? sums_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_blocks,
     _fake,
 )
 
@@ -181,7 +193,7 @@ def quantize_blocks(
     rowwise: bool = True,
     columnwise: bool = False,
     power_of_two: bool = True,
-    column_sums: bool = False,
+    sums_dtype: torch.dtype | None = None,
 ) -> tuple[Quantized, Tensor | None]:
     """Quantise a matrix by blocks; see the head of this file. No gradient flows through it.
 
@@ -191,27 +203,30 @@ def quantize_blocks(
         block: (1, 128), (128, 128) or (1, 32).
         rowwise, columnwise: which of data and transposed are wanted.
         power_of_two: round scales down to powers of two, so that scaling loses no bit; (1, 32) always does.
-        column_sums: also return the fp32 sums over the rows of x, (columns,), in the same order every time.
+        sums_dtype: also return the sums over the rows of x, (columns,), formed in fp32 in the same order every time,
+            and rounded once to this dtype.
 
     Returns: the quantised matrix and the sums, None where they were not asked for.
     Raises: UserError, before anything is written, for shapes and dtypes that do not fit.
     """
     _check(x, dtype, block, rowwise or columnwise)
+    options = (dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
     if not torch.compiler.is_compiling() and is_plain(x):
-        outputs = run_quantize_blocks(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
+        data, scales, transposed, transposed_scales, sums = run_quantize_blocks(x, *options)
     else:
-        outputs = quantize_blocks_op(x, dtype, block, rowwise, columnwise, power_of_two, column_sums)
-    data, scales, transposed, transposed_scales, sums = outputs
+        data, scales, transposed, transposed_scales, sums = quantize_blocks_op(x, *options)
     rows, columns = x.shape
+    scale_inv = scales if rowwise else transposed_scales
+    assert scale_inv is not None
     quantized = Quantized(
         (rows, columns),
         data if rowwise else None,
         transposed if columnwise else None,
-        scales,
-        transposed_scales,
+        scale_inv,
+        transposed_scales if columnwise and transposed_scales is not None else scale_inv,
         block,
     )
-    return quantized, sums if column_sums else None
+    return quantized, sums if sums_dtype is not None else None
 
 
 def _check(x: Tensor, dtype: torch.dtype, block: Block, anything: bool) -> None:
@@ -239,8 +254,8 @@ def prove(device: torch.device) -> list[Proof]:
         if block == (1, 32) and not power_of_two:
             continue
         x = torch.randn(141, 203, device=device).mul_(torch.randn(141, 1, device=device).exp_()).to(torch.bfloat16)
-        options = (x, dtype, block, True, True, power_of_two, True)
-        found, true = run_quantize_blocks(*options), _reference(*options)
+        options = (x, dtype, block, True, True, power_of_two, torch.float32)
+        found, true = _quantize_blocks(*options), _as_op(x, dtype, _reference(*options))
         differing = sum(
             float((one.view(torch.uint8) != other.view(torch.uint8)).sum())
             if one.element_size() == 1

@@ -11,13 +11,14 @@ Maxima never lose a NaN: they either propagate it, or are of the bits of |x| as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fusestep.language import tl, triton
 from fusestep.ops.fp8_cast import fp8_words, has_fp8_cast, scaled_values, transposed_words
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
 _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
@@ -254,7 +255,7 @@ def quantize_blocks_kernel(
     scales_ptr,  # of data, in the layout of block_scaling.py
     transposed_ptr,  # FP8 (padded_columns, padded_rows), or None
     transposed_scales_ptr,
-    sums_ptr,  # fp32 (row tiles, columns), sums over the tiles' rows, or None
+    sums_ptr,  # (row tiles, columns), sums over the tiles' rows, or None
     rows,
     columns,  # specialised: where it is a multiple of 16, loads need no mask for each element
     row_stride,
@@ -380,6 +381,38 @@ def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, ha
     }
 
 
+class Launches(NamedTuple):
+    """The cast, and where columns are summed over several tiles of rows the total of the tiles' sums.
+
+    `as_bytes`: the cast wants its outputs as uint8, since Triton knows no FP8 on the device.
+    """
+
+    cast: PreparedLaunch
+    as_bytes: bool
+    partials: tuple[int, int] | None
+    total: PreparedLaunch | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        data: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        transposed: torch.Tensor | None,
+        transposed_scales: torch.Tensor | None,
+        sums: torch.Tensor | None,
+    ) -> None:
+        """Run them, on tensors of the layouts that they were prepared for; None for what is not wanted."""
+        if self.as_bytes:
+            data = None if data is None else data.view(torch.uint8)
+            transposed = None if transposed is None else transposed.view(torch.uint8)
+        if self.total is None or self.partials is None:
+            self.cast(x, data, scales, transposed, transposed_scales, sums)
+            return
+        partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
+        self.cast(x, data, scales, transposed, transposed_scales, partials)
+        self.total(partials, sums, None)
+
+
 def prepare(
     x: torch.Tensor,
     padded_shape: tuple[int, int],
@@ -388,13 +421,30 @@ def prepare(
     power_of_two: bool,
     columnwise: bool,
     column_sums: bool,
-) -> PreparedLaunch:
-    """The launch on (x, data, scales, transposed, its scales, partial sums), None for what is not wanted."""
+) -> Launches:
+    """The launches of a cast of x, (rows, columns)."""
+    rows, columns = x.shape
+    device = x.device
     launch = block_launch(block, columnwise, column_sums, x.element_size())
-    tiles = -(-padded_shape[0] // launch.rows) * -(-padded_shape[1] // TILE)
-    numbers = (*x.shape, x.stride(0), *padded_shape)
+    down = -(-padded_shape[0] // launch.rows)
+    numbers = (rows, columns, x.stride(0), *padded_shape)
     options: dict[str, Any] = {"ROWS": launch.rows, "num_warps": launch.warps}
     if launch.registers is not None:
         options["maxnreg"] = launch.registers
-    options |= constants(dtype, block, power_of_two, has_fp8_cast(x.device))
-    return PreparedLaunch(quantize_blocks_kernel, (tiles,), x.device, numbers, **options)
+    options |= constants(dtype, block, power_of_two, has_fp8_cast(device))
+    cast = PreparedLaunch(quantize_blocks_kernel, (down * -(-padded_shape[1] // TILE),), device, numbers, **options)
+    as_bytes = not has_fp8_cast(device)
+    if not column_sums or down == 1:  # the sums of one tile are the whole
+        return Launches(cast, as_bytes, None, None)
+    sums = sum_columns(columns)
+    total = PreparedLaunch(
+        _sum_partials_kernel,
+        (-(-columns // sums), 1),
+        device,
+        (down,),
+        WIDTH=columns,
+        ROWS=SUM_ROWS,
+        COLUMNS=sums,
+        num_warps=4,
+    )
+    return Launches(cast, as_bytes, (down, columns), total)
