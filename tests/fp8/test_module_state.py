@@ -486,7 +486,7 @@ def test_replicas_are_refused_where_they_would_share_scales_or_miss_the_region(m
     for name, parameter in module.named_parameters():
         setattr(replica, name, parameter.clone())
     for options in ({"enabled": True}, {"enabled": False, "calibrating": True}):
-        with fp8_autocast(**options), pytest.raises(UserError, match="replicas of .* would share"):
+        with fp8_autocast(**options), pytest.raises(UserError, match=r"replicas of .* would share"):
             replica(x)
         with fp8_autocast(**options), pytest.raises(UserError, match="which this fp8_autocast region does not reach"):
             module._replicate_for_data_parallel()

@@ -84,8 +84,9 @@ def forbid_casts(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(WeightCopies, "write", write)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, TILES])
-@pytest.mark.parametrize("heights", [(128, 256, 67)])
+@pytest.mark.parametrize(
+    ("recipe", "heights"), [(DELAYED, (32, 64, 19)), (CURRENT, (32, 64, 19)), (TILES, (128, 256, 67))]
+)
 def test_the_kernel_writes_the_bytes_of_a_cast_of_the_whole(
     place: torch.device, recipe: Recipe, heights: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,9 +146,11 @@ def test_the_first_scale_is_that_of_the_whole(place: torch.device) -> None:
     torch.testing.assert_close(found.dequantize(torch.float32), whole, rtol=0.07, atol=2e-3)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, TILES])
-def test_a_step_of_some_parameters_leaves_no_copy_of_two_scales(place: torch.device, recipe: Recipe) -> None:
-    weights = parameters(place, 128, 128)
+@pytest.mark.parametrize(("recipe", "height"), [(DELAYED, 32), (CURRENT, 32), (TILES, 128)])
+def test_a_step_of_some_parameters_leaves_no_copy_of_two_scales(
+    place: torch.device, recipe: Recipe, height: int
+) -> None:
+    weights = parameters(place, height, 17)
     slots = ask(weights, recipe)
     optimizer = FusedAdam(weights, lr=0.03)
     give_gradients(weights)
@@ -173,9 +176,9 @@ def test_parameters_of_which_another_optimizer_steps_one_have_no_copies(place: t
         assert current_copy(*weights) is None
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, TILES])
-def test_a_skipped_step_leaves_weights_and_copies(place: torch.device, recipe: Recipe) -> None:
-    weights = parameters(place, 128, 40)
+@pytest.mark.parametrize(("recipe", "height"), [(DELAYED, 32), (CURRENT, 32), (TILES, 128)])
+def test_a_skipped_step_leaves_weights_and_copies(place: torch.device, recipe: Recipe, height: int) -> None:
+    weights = parameters(place, height, 17)
     slots = ask(weights, recipe)
     optimizer = FusedAdam(weights, lr=0.03, max_grad_norm=1.0)
     give_gradients(weights)

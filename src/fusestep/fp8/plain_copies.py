@@ -49,10 +49,13 @@ class PlainCopies(Copies):
             return self.values
         return self.values.narrow(0, sum(self.heights[:place]), self.heights[place])
 
-    @torch.no_grad()
-    def write(self, place: int, parameter: Tensor) -> None:
-        """Write one parameter's copy: what the optimizer does where no kernel has done it."""
-        self.rows_of(place, parameter).copy_(parameter.detach())
+
+@torch.no_grad()
+def write_plain(copies: Sequence[tuple[PlainCopies, int, Tensor]]) -> None:
+    """Write copies of parameters, each with its place in them: what the optimizer does where no kernel has done it."""
+    if copies:
+        memory = [one.rows_of(place, parameter) for one, place, parameter in copies]
+        torch._foreach_copy_(memory, [parameter.detach() for _, _, parameter in copies])
 
 
 def attach_plain(parameters: Sequence[Tensor], dtype: torch.dtype) -> PlainCopies:

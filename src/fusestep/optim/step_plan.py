@@ -165,18 +165,18 @@ class StepPlan:
         """The signature of a launch that writes a parameter's copy in 16 bits too, if it has one that a launch can."""
         state = self.state_of[i]
         assert state is not None
-        memory = self.copies.plain(i, state)
+        memory = self.copies.in_16_bits(i, state)
         if memory is None:
             return signature
         wider = replace(signature, parameter=memory.dtype, has_master=True)
         if wider.unsupported() is not None:
             return signature
-        self.copies.write_plain_by_kernel(i, memory)
+        self.copies.launch_writes(i, memory)
         return wider
 
     def _stored_and_master(self, i: int) -> tuple[Tensor, Tensor | None]:
         """What a launch stores rounded, and the fp32 weight that it steps in its stead, if that is another."""
-        weight, memory = self.weights[i].detach(), self.copies.plain_memory(i)
+        weight, memory = self.weights[i].detach(), self.copies.launched_memory(i)
         return (weight, self._master(i)) if memory is None else (memory, weight)
 
     def _kernel_part(

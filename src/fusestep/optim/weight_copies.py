@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusestep.fp8.copies import WeightCopies
 from fusestep.fp8.held import Copies, Part, part_of
-from fusestep.fp8.plain_copies import PlainCopies
+from fusestep.fp8.plain_copies import PlainCopies, write_plain
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.adam_copies import CopySignature, copy_rows, is_aligned, is_in_line, unsupported
 from fusestep.ops.quantized import Quantized
@@ -64,14 +64,14 @@ def part_to_write(parameter: Tensor) -> Part | None:
 
 @dataclass(eq=False)
 class _Weight:
-    """One weight with copies: the places in the plan of the parameters that it is made of.
+    """One weight with copies in FP8: the places in the plan of the parameters that it is made of.
 
     Attributes:
         members: None for a parameter that the plan has not.
         by_kernel: whether an update's launch writes the copies, of all of its parameters.
     """
 
-    copies: Copies
+    copies: WeightCopies
     members: list[int | None]
     by_kernel: bool = False
 
@@ -87,41 +87,49 @@ class PlannedCopies:
     def __init__(self, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._weights = weights
-        self._parts = [part_to_write(parameter) for parameter in parameters]
+        # By the parameter's place in the plan: copies in 16 bits, with the parameter's place in them, and those in FP8.
+        self._halves: dict[int, tuple[PlainCopies, int]] = {}
+        self._in_fp8: dict[int, _Weight] = {}
         by_copies: dict[int, _Weight] = {}
-        for i, part in enumerate(self._parts):
-            if part is not None:
-                nobody: list[int | None] = [None] * part.copies.parts
-                by_copies.setdefault(id(part.copies), _Weight(part.copies, nobody)).members[part.place] = i
-        self._all = list(by_copies.values())
-        self._weight_of = [None if part is None else by_copies[id(part.copies)] for part in self._parts]
-        # What of it a launch writes for each parameter: 16-bit copies in these, and FP8 in those.
-        self._plain: dict[int, Tensor] = {}
-        self._in_fp8: set[int] = set()
+        for i, parameter in enumerate(parameters):
+            part = part_to_write(parameter)
+            if part is None:
+                continue
+            copies, place = part
+            if isinstance(copies, PlainCopies):
+                self._halves[i] = copies, place
+            elif isinstance(copies, WeightCopies):
+                weight = by_copies.setdefault(id(copies), _Weight(copies, [None] * copies.parts))
+                weight.members[place] = i
+                self._in_fp8[i] = weight
+        # What launches write: memory of copies in 16 bits, and parameters with copies in FP8.
+        self._launched_halves: dict[int, Tensor] = {}
+        self._launched_fp8: set[int] = set()
         self._memory: list[tuple[Float8Tensor | Copies, object]] = []
 
     # While a plan is built
 
-    def plain(self, i: int, state: State) -> Tensor | None:
+    def in_16_bits(self, i: int, state: State) -> Tensor | None:
         """Memory of a 16-bit copy that the update's kernel can write in a parameter's stead, if there is such a copy.
 
         Args:
             state: of the parameter; the kernel walks the weight in its order of memory.
         """
-        part, weight = self._parts[i], self._weights[i].detach()
-        if part is None or not isinstance(part.copies, PlainCopies):
+        if i not in self._halves:
             return None
+        weight = self._weights[i].detach()
         if not is_dense(weight) or weight.stride() != state["exp_avg"].stride():
             return None
-        return part.copies.rows_of(part.place, weight)
+        copies, place = self._halves[i]
+        return copies.rows_of(place, weight)
 
-    def write_plain_by_kernel(self, i: int, memory: Tensor) -> None:
-        """Say that a launch writes what `plain` gave."""
-        self._plain[i] = memory
+    def launch_writes(self, i: int, memory: Tensor) -> None:
+        """Say that a launch writes what `in_16_bits` gave."""
+        self._launched_halves[i] = memory
 
-    def plain_memory(self, i: int) -> Tensor | None:
+    def launched_memory(self, i: int) -> Tensor | None:
         """The memory of the 16-bit copy that a launch writes for a parameter, if one does."""
-        return self._plain.get(i)
+        return self._launched_halves.get(i)
 
     def in_fp8(self, i: int, tensors_of: Sequence[Sequence[Tensor] | None]) -> CopySignature | None:
         """How the update's kernel writes a parameter's FP8 copies, None where it does not.
@@ -130,8 +138,8 @@ class PlannedCopies:
             tensors_of: for each parameter that is stepped by one kind of launch with this one the weight, the gradient,
                 both moments, and the master where there is one; None for others.
         """
-        whole = self._weight_of[i]
-        if whole is None or not isinstance(whole.copies, WeightCopies) or whole.copies.form.kind == "microblocks":
+        whole = self._in_fp8.get(i)
+        if whole is None or whole.copies.form.kind == "microblocks":
             return None
         form, by_tile = whole.copies.form, whole.copies.form.kind == "tiles"
         parameters = [tensors for m in whole.members if m is not None and (tensors := tensors_of[m]) is not None]
@@ -154,30 +162,25 @@ class PlannedCopies:
             first_tile: see `copy_rows`.
             own_slot: the address of a slot for a weight whose scale is its own; 0 for scales of tiles.
         """
-        part, whole = self._parts[i], self._weight_of[i]
-        assert part is not None
-        assert whole is not None
-        copies = part.copies
-        assert isinstance(copies, WeightCopies)
+        whole = self._in_fp8[i]
+        copies, place = whole.copies, whole.members.index(i)
         heights = [self._weights[m].shape[0] for m in whole.members if m is not None]
         quantized = copies.allocate((sum(heights), self._weights[i].shape[1]), self._weights[i].device)
         slot = own_slot and (copies.slot_address() or own_slot)
-        self._in_fp8.add(i)
-        return copy_rows(first_tile, quantized, slot, sum(heights[: part.place]), heights[part.place])
+        self._launched_fp8.add(i)
+        return copy_rows(first_tile, quantized, slot, sum(heights[:place]), heights[place])
 
     def whole(self, i: int) -> int:
-        """A number for the weight that a parameter is part of: the same for all its parts."""
-        return id(self._weight_of[i])
+        """A number for the weight with FP8 copies that a parameter is part of: the same for all its parts."""
+        return id(self._in_fp8[i])
 
     def complete(self) -> None:
         """Call once the launches are planned."""
-        for weight in self._all:
-            weight.by_kernel = all(m in self._in_fp8 for m in weight.members)
-        owners: list[Float8Tensor | Copies] = []
-        for i in (*self._in_fp8, *self._plain):
-            parameter, part = self._parameters[i], self._parts[i]
-            assert part is not None
-            owners.append(parameter if isinstance(parameter, Float8Tensor) else part.copies)
+        owners: list[Float8Tensor | Copies] = [self._halves[i][0] for i in self._launched_halves]
+        for i in self._launched_fp8:
+            weight, parameter = self._in_fp8[i], self._parameters[i]
+            weight.by_kernel = all(m in self._launched_fp8 for m in weight.members)
+            owners.append(parameter if isinstance(parameter, Float8Tensor) else weight.copies)
         # A weight that lives in FP8 has its transpose made when it is first asked for.
         self._memory = [(owner, _memory_of(owner)) for owner in owners]
 
@@ -189,11 +192,10 @@ class PlannedCopies:
 
     def before_a_step_that_may_be_skipped(self) -> None:
         """Bring 16-bit copies up to date, since the kernel writes none in a step that is skipped."""
-        for i in self._plain:
-            part, weight = self._parts[i], self._weights[i]
-            assert part is not None
-            if isinstance(part.copies, PlainCopies) and not part.is_current(weight):
-                part.copies.write(part.place, weight)
+        for i in self._launched_halves:
+            copies, place = self._halves[i]
+            if not Part(copies, place).is_current(self._weights[i]):
+                self._cast_halves([i])
 
     def after_the_step(self, stepped: Sequence[int]) -> None:
         """Have copies written that no kernel has written, and mark all as current; let torch know what was written.
@@ -201,46 +203,41 @@ class PlannedCopies:
         Args:
             stepped: the parameters that were; a skipped step counts as well, since the device alone knows of it.
         """
-        written = [self._parameters[i] for i in stepped]
-        in_fp8: dict[int, list[int]] = {}
+        halves = [i for i in stepped if i in self._halves]
+        wholes: dict[int, list[int]] = {}
         for i in stepped:
-            part = self._parts[i]
-            if part is None:
-                continue
-            if not isinstance(part.copies, PlainCopies):
-                in_fp8.setdefault(id(part.copies), []).append(i)
-            elif i in self._plain:
-                written.append(self._plain[i])
-        # So that autograd notices, and copies that are not of this step.
-        for members in in_fp8.values():
-            weight = self._weight_of[members[0]]
-            if weight is not None and weight.by_kernel and isinstance(weight.copies, WeightCopies):
+            if i in self._in_fp8:
+                wholes.setdefault(self.whole(i), []).append(i)
+        # Kernels wrote these, which autograd cannot know, nor copies that are not of this step.
+        written = [self._parameters[i] for i in stepped]
+        written += [memory for i in halves if (memory := self._launched_halves.get(i)) is not None]
+        for members in wholes.values():
+            weight = self._in_fp8[members[0]]
+            if weight.by_kernel:
                 written += _tensors_of(weight.copies.quantized)
         torch.autograd.graph.increment_version(written)
-        for i in stepped:
-            part = self._parts[i]
-            if part is not None and isinstance(part.copies, PlainCopies):
-                if i not in self._plain:
-                    part.copies.write(part.place, self._weights[i])
-                part.copies.mark(self._parameters[i], part.place)
-        for members in in_fp8.values():
-            self._finish_fp8(members)
+        self._cast_halves([i for i in halves if i not in self._launched_halves])
+        for i in halves:
+            copies, place = self._halves[i]
+            copies.mark(self._parameters[i], place)
+        for members in wholes.values():
+            self._finish_fp8(self._in_fp8[members[0]], len(members))
 
-    def _finish_fp8(self, stepped: list[int]) -> None:
-        """After a step of these parameters of one weight."""
-        weight = self._weight_of[stepped[0]]
-        assert weight is not None
-        members = [m for m in weight.members if m is not None]
-        copies = weight.copies
+    def _cast_halves(self, members: Sequence[int]) -> None:
+        write_plain([(*self._halves[i], self._weights[i]) for i in members])
+
+    def _finish_fp8(self, weight: _Weight, stepped: int) -> None:
+        """After a step of so many of a weight's parameters."""
+        copies, members = weight.copies, [m for m in weight.members if m is not None]
         if len(members) < len(weight.members):
+            # One scale is of all parameters, and some are not stepped here.
             copies.drop()
             return
-        if not (weight.by_kernel and len(stepped) == len(members)):
+        if not weight.by_kernel or stepped < len(members):
             first = self._parameters[members[0]]
             if isinstance(first, Float8Tensor):
                 # It may hold more than it did when the step was planned.
                 copies = first.copies()
-            assert isinstance(copies, WeightCopies)
             copies.write(*(self._weights[m].detach() for m in members))
         for place, m in enumerate(members):
             copies.mark(self._parameters[m], place)
