@@ -1,4 +1,4 @@
-"""Compile every launch of every kernel for six generations of GPU, on a machine without one.
+"""Compile the launches of every kernel for six generations of GPU, on a machine without one.
 
     python tools/check_kernels.py [--chip CAPABILITY]… [OP…]
 
@@ -40,6 +40,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
 from fusestep import hardware
@@ -174,6 +175,16 @@ def build_task(task: Task) -> list[Built]:
     return build(*configurations()[index], targets)
 
 
+def reason(error: Exception) -> str:
+    """The first line of what the compiler said and, where that is but a place in the kernel, the error behind it."""
+    behind: BaseException = error
+    while isinstance(behind, CompilationError) and (behind.__cause__ or behind.__context__):
+        behind = behind.__cause__ or behind.__context__
+    place = [] if behind is error else [f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]
+    said = str(behind).strip().splitlines() or ["no words"]
+    return " ".join([*place, f"{type(behind).__name__}: {said[0]}"])
+
+
 def build(op: str, one: Compilation, targets: Iterable[int]) -> list[Built]:
     """Compile one configuration for each of the chips."""
     position = {name: place for place, name in enumerate(one.kernel.arg_names)}
@@ -188,8 +199,7 @@ def build(op: str, one: Compilation, targets: Iterable[int]) -> list[Built]:
         try:
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         except Exception as error:  # whatever the compiler raises is this check's finding
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            results.append(Built(op, one.label, target, failure=f"{type(error).__name__}: {reason}"))
+            results.append(Built(op, one.label, target, failure=reason(error)))
             continue
         shared = compiled.metadata.shared
         registers, stack = resources(compiled.asm["cubin"])
