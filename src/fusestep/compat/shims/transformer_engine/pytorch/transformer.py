@@ -178,7 +178,7 @@ class TransformerLayer(nn.TransformerLayer):
         """(s, b, width) to the same shape, or bshd, or thd; see fusestep.nn.TransformerLayer.forward."""
         if isinstance(bottom_right_diagonal, Tensor):
             raise UserError(
-                "TransformerLayer: bottom_right_diagonal is a tensor; encoder_output was fifth in 1.x and is now sixth; "
+                "TransformerLayer: bottom_right_diagonal is a tensor; encoder_output, fifth in 1.x, is now sixth, so "
                 "pass it by its name."
             )
         refuse_call("TransformerLayer", inference_params, pad_between_seqs, cu_seqlens_q_padded, cu_seqlens_kv_padded)

@@ -110,6 +110,8 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
         """
         if self.checkpoint and torch.is_grad_enabled():
             result = recompute(super().forward, inp, is_first_microbatch, residual, use_reentrant=False)
-        else:
+        elif self.return_bias:
             result = super().forward(inp, is_first_microbatch, residual)
+        else:
+            return super().forward(inp, is_first_microbatch, residual)  # so that torch.compile has nothing to resume
         return bias_or_empty(result, 1, inp) if self.return_bias else result

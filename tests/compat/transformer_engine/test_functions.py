@@ -1,0 +1,299 @@
+"""Checkpointing, graphs, cross entropy, rotary embedding and the smaller functions."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+
+# Checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_checkpoint_gives_the_same_gradients_and_records_nothing_twice(
+    te: ModuleType, recipe: ModuleType, reentrant: bool, in_fp8: bool
+) -> None:
+    plain = te.TransformerLayer(16, 24, 2, hidden_dropout=0.2, attention_dropout=0.0, device="cpu")
+    again = te.TransformerLayer(16, 24, 2, hidden_dropout=0.2, attention_dropout=0.0, device="cpu")
+    again.load_state_dict(plain.state_dict())
+    for step in range(3):
+        results = []
+        for model in (plain, again):
+            torch.manual_seed(step)
+            x = torch.randn(5, 3, 16, requires_grad=True)
+            mask = torch.zeros(3, 1, 1, 5, dtype=torch.bool)
+            with te.autocast(in_fp8, recipe=recipe.DelayedScaling(amax_history_len=3)):
+                options = {"self_attn_mask_type": "padding_causal"}
+                y = (
+                    model(x, mask, **options)
+                    if model is plain
+                    else te.checkpoint(model, x, mask, use_reentrant=reentrant, **options)
+                )
+            model.zero_grad()
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    if in_fp8:
+        ours, theirs = (m.layernorm_mlp.fp8_meta["scaling_fwd"].amax_history for m in (plain, again))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_meets_the_states_of_a_tracker_again(te: ModuleType, reentrant: bool) -> None:
+    def gradients(checkpoints: bool) -> tuple[Tensor, Tensor]:
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("stream", 3)
+
+        def noisy(x: Tensor) -> Tensor:
+            with tracker.fork("stream"):
+                return x.square() * torch.rand(x.shape)
+
+        x = torch.linspace(1, 2, 5, requires_grad=True)
+        options: dict[str, Any] = {"use_reentrant": reentrant, "get_rng_state_tracker": lambda: tracker}
+        y = te.checkpoint(noisy, x, **options) if checkpoints else noisy(x)
+        z = noisy(y)  # draws between forward and backward
+        z.sum().backward()
+        with tracker.fork("stream"):
+            return x.grad, torch.rand(2)
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_streams_of_random_numbers(te: ModuleType) -> None:
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    before = torch.random.get_rng_state()
+    with tracker.fork("a"):
+        first = torch.rand(2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        second = torch.rand(2)
+    tracker.set_states(states)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(2), second)
+    assert not torch.equal(first, second)
+    for name, seed in (("a", 5), ("c", 2)):
+        with pytest.raises(UserError, match="is there already"):
+            tracker.add(name, seed)
+    with pytest.raises(UserError, match="there is no stream 'd'"), tracker.fork("d"):
+        pass
+    tracker.reset()
+    assert tracker.get_states() == {}
+
+
+# Cross entropy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_cross_entropy_of_each_token_and_its_mean(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, smoothing: float
+) -> None:
+    import transformer_engine.pytorch.cross_entropy as module
+
+    monkeypatch.setattr(module, "AT_A_TIME", 40)  # chunks of two tokens, and a last one
+    logits = (torch.randn(3, 5, 19) * 3).to(dtype).requires_grad_()
+    target = torch.randint(0, 19, (3, 5))
+    target[1, 2] = target[0, 0] = -7
+    p = logits.detach().double().requires_grad_()
+    log = p.log_softmax(-1)
+    taken = log.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    wanted = -(1 - smoothing) * taken - smoothing * log.mean(-1)
+    wanted = torch.where(target == -7, 0.0, wanted)
+    found = te.parallel_cross_entropy(logits, target, smoothing, ignore_idx=-7)
+    assert (found.dtype, found.shape) == (torch.float32, (3, 5))
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
+    weights = torch.randn(3, 5)
+    before = logits.detach().clone()
+    for _ in range(2):  # a second backward pass, which adds the same
+        logits.grad = None
+        (found * weights).sum().backward(retain_graph=True)
+        (wanted_gradient,) = torch.autograd.grad((wanted * weights).sum(), p, retain_graph=True)
+        tolerance = 2e-6 if dtype is torch.float32 else 8e-3
+        torch.testing.assert_close(logits.grad.double(), wanted_gradient, rtol=tolerance, atol=tolerance)
+    assert torch.equal(logits.detach(), before)
+    mean = te.parallel_cross_entropy(logits, target, smoothing, True, None, -7)
+    torch.testing.assert_close(mean.double(), wanted.sum() / (target != -7).sum(), rtol=2e-6, atol=2e-6)
+    assert torch.equal(te.parallel_cross_entropy(_input=logits, target=target, ignore_idx=-7,
+                                                 label_smoothing=smoothing), found)  # fmt: skip
+    with pytest.raises(UserError, match=r"shapes \(3, 5, 19\) and \(3, 4\)"):
+        te.parallel_cross_entropy(logits, target[:, :4])
+
+
+# Rotary embedding
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation(te: ModuleType, layout: str, interleaved: bool) -> None:
+    rope = te.RotaryPositionEmbedding(8, rotary_base=100.0, interleaved=interleaved)
+    angles = rope(7, offset=2)
+    assert (angles.shape, angles.dtype) == ((7, 1, 1, 8), torch.float32)
+    t = torch.randn(7, 2, 3, 10) if layout == "sbhd" else torch.randn(2, 7, 3, 10)
+    found = te.attention.rope.apply_rotary_pos_emb(t, angles, layout, interleaved=interleaved)
+    place = torch.arange(2, 9, dtype=torch.float64)
+    theta = place[:, None] * 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    theta = theta[:, None, None] if layout == "sbhd" else theta[None, :, None]
+    head = t[..., :8].double()
+    one, two = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :4], head[..., 4:])
+    parts = one * theta.cos() - two * theta.sin(), two * theta.cos() + one * theta.sin()
+    wanted = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    torch.testing.assert_close(found[..., :8].double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[..., 8:], t[..., 8:])
+    assert torch.equal(te.apply_rotary_pos_emb(t, angles, layout, None, interleaved, True), found)
+
+
+def test_rotation_as_1_x_spells_it(te: ModuleType) -> None:
+    """`fused` in fourth place, cu_seqlens in fifth."""
+    angles, t = te.RotaryPositionEmbedding(8)(7), torch.randn(7, 3, 8)
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    wanted = te.attention.apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=starts)
+    assert torch.equal(te.attention.apply_rotary_pos_emb(t, angles, "thd", True, starts), wanted)
+    assert torch.equal(wanted[3:], te.apply_rotary_pos_emb(t[None, 3:], angles, "bshd")[0])
+    t = torch.randn(7, 2, 3, 8)
+    assert torch.equal(te.apply_rotary_pos_emb(t, angles, "sbhd", False), te.apply_rotary_pos_emb(t, angles))
+    moved = te.apply_rotary_pos_emb(t[:3], angles, "sbhd", torch.tensor([0, 4]))
+    assert torch.equal(moved[:, 0], te.apply_rotary_pos_emb(t[:3], angles)[:, 0])
+
+
+# Graphs
+
+
+def test_without_a_gpu_graphed_modules_are_the_modules(te: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    layer = te.Linear(4, 6, device="cpu")
+    with caplog.at_level(logging.WARNING):
+        assert te.make_graphed_callables(layer, (torch.randn(2, 4),), enabled=True) is layer
+        pair = (layer, te.Linear(6, 2, device="cpu"))
+        assert te.make_graphed_callables(pair, ((torch.randn(2, 4),), (torch.randn(2, 6),))) is pair
+    assert "there are no graphs on a CPU" in caplog.text
+    with pytest.raises(UserError, match="do not go together"):
+        te.make_graphed_callables(pair, ((torch.randn(2, 4),),))
+    with pytest.raises(UserError, match="enabled and fp8_enabled are two names"):
+        te.make_graphed_callables(layer, (torch.randn(2, 4),), enabled=True, fp8_enabled=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "DelayedScaling", "Float8CurrentScaling"])
+def test_graphed_modules_train_as_the_modules_do(te: ModuleType, recipe: ModuleType, name: str | None) -> None:
+    """Bit for bit, scaling state too, with gradient accumulation, evaluation in between, and keyword arguments."""
+    chosen = None if name is None else getattr(recipe, name)()
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd"}
+    eager = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, **options)
+    graphed = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, **options)
+    graphed.load_state_dict(eager.state_dict())
+    sample = torch.randn(2, 24, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.zeros(2, 1, 1, 24, device="cuda", dtype=torch.bool)
+    call = {"attention_mask": mask, "self_attn_mask_type": "padding_causal"}
+    stream: list[str] = []
+    made = te.make_graphed_callables(
+        graphed, (sample,), sample_kwargs=call, enabled=chosen is not None, recipe=chosen,
+        pre_warmup_hook=lambda: stream.append("before"), post_warmup_hook=lambda: stream.append("after"),
+    )  # fmt: skip
+    assert made is graphed
+    assert stream == ["before", "after"]
+    assert all(parameter.grad is None for parameter in graphed.parameters())
+    optimizers = [te.optimizers.FusedAdam(m.parameters(), lr=0.01, master_weights=True) for m in (eager, graphed)]
+    for step in range(4):
+        batches = [torch.randn(2, 24, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        found = []
+        for model, optimizer in zip((eager, graphed), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs = []
+            for number, batch in enumerate(batches):
+                x = batch.clone().requires_grad_()
+                with te.autocast(chosen is not None, recipe=chosen):
+                    y = model(x, **call, is_first_microbatch=number == 0 if step > 2 else None)
+                y.float().square().mean().backward()
+                outputs += [y.detach().clone(), x.grad.clone()]
+            with torch.no_grad(), te.autocast(chosen is not None, recipe=chosen):
+                outputs.append(
+                    model(batches[0][:1] * 100, attention_mask=mask[:1], self_attn_mask_type="padding_causal")
+                )
+            outputs += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            found.append(outputs)
+        if step <= 2:  # weights kept from the first micro-batch have another scale than a graph's fresh casts
+            for one, other in zip(*found, strict=True):
+                assert torch.equal(one, other), step
+    if name == "DelayedScaling":
+        ours, theirs = (m.layernorm_mlp.fp8_meta["scaling_fwd"] for m in (eager, graphed))
+        assert float(ours.scale[0]) != 1.0
+        torch.testing.assert_close(theirs.amax_history, ours.amax_history, rtol=0.02, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_graph_without_a_region_and_of_two_modules(te: ModuleType, recipe: ModuleType) -> None:
+    """Scales stand still outside of autocast; modules of one call share it, each in FP8 or not."""
+    one, two = te.Linear(64, 48), te.Linear(48, 32)
+    x = torch.randn(16, 64, device="cuda")
+    chosen = recipe.DelayedScaling(amax_history_len=4)
+    wanted = two(one(x))
+    te.make_graphed_callables(
+        (one, two), ((x.clone().requires_grad_(),), (one(x).detach().requires_grad_(),)), enabled=(False, True),
+        recipe=chosen,
+    )  # fmt: skip
+    assert one.fp8_state is None
+    with te.autocast(recipe=chosen):
+        y = two(one(x))
+    assert not torch.equal(y, wanted)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
+    y.sum().backward()
+    with te.autocast(recipe=chosen):
+        pass
+    scale = two.fp8_state.scale.clone()
+    assert bool((scale > 0).all())
+    two(one(x * 100)).sum().backward()
+    assert torch.equal(two.fp8_state.scale, scale)
+    two.eval()
+    assert torch.equal(two(one(x)), torch.nn.functional.linear(one(x), two.weight, two.bias))
+
+
+# The rest
+
+
+def test_padding_of_groups_of_rows(te: ModuleType) -> None:
+    x, splits = torch.randn(20, 6), [3, 0, 17]
+    padded, sizes = te.Fp8Padding(3)(x, splits)
+    assert sizes == [16, 0, 32]
+    assert torch.equal(padded[:3], x[:3])
+    assert torch.equal(padded[16:33], x[3:])
+    assert not padded[3:16].any()
+    assert not padded[33:].any()
+    assert torch.equal(te.Fp8Unpadding(3)(padded, splits), x)
+    assert te.Fp8Padding(2, 4)(x, [8, 12])[0] is x
+
+
+def test_export_and_versions(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with te.onnx_export(False):
+        pass
+    with (
+        pytest.raises(NotImplementedError, match=r"onnx_export\(enabled=True\); load the state dict"),
+        te.onnx_export(True),
+    ):
+        pass
+    for version, wanted in ((None, (0, 0, 0)), (8907, (8, 9, 7)), (91002, (9, 10, 2))):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert te.get_cudnn_version() == wanted
+    assert te.is_bf16_available() in (True, False)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # torch's own, as it traces
+def test_compiled_layers_in_and_out_of_fp8(te: ModuleType, recipe: ModuleType) -> None:
+    layer = te.LayerNormLinear(8, 8, device="cpu")
+    x = torch.randn(3, 8)
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    for chosen in (recipe.DelayedScaling(amax_history_len=3), recipe.Float8CurrentScaling()):
+        with te.autocast(recipe=chosen):
+            torch.testing.assert_close(compiled(x), layer(x))

@@ -1,0 +1,172 @@
+"""Optimizers under Transformer Engine's names."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fusestep import optim
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,))]
+
+
+def backward(params: list[torch.nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def test_adam_steps_as_published(te: ModuleType) -> None:
+    """AdamW in float64."""
+    params = parameters()
+    optimizer = te.optimizers.FusedAdam(params, 0.02, (0.8, 0.97), 1e-6, 0.1)
+    exact = [p.detach().double() for p in params]
+    m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
+    for step in range(1, 6):
+        backward(params, step)
+        for i, p in enumerate(params):
+            g = p.grad.double()
+            m[i], v[i] = 0.8 * m[i] + 0.2 * g, 0.97 * v[i] + 0.03 * g * g
+            update = m[i] / (1 - 0.8**step) / ((v[i] / (1 - 0.97**step)).sqrt() + 1e-6)
+            exact[i] = exact[i] * (1 - 0.02 * 0.1) - 0.02 * update
+        optimizer.step()
+    for p, wanted in zip(params, exact, strict=True):
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_state_dict_counts_steps_in_the_group(te: ModuleType) -> None:
+    params = [p.bfloat16() for p in parameters()]
+    params = [torch.nn.Parameter(p.detach()) for p in params]
+    optimizer = te.optimizers.FusedAdam(params, lr=0.01, master_weights=True)
+    for step in range(3):
+        backward(params, step)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][0]["step"] == 3
+    assert set(saved["state"][0]) == {"exp_avg", "exp_avg_sq", "master_param"}
+    assert {value.dtype for value in saved["state"][0].values()} == {torch.float32}
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = te.optimizers.FusedAdam(others, lr=0.01, master_weights=True)
+    other.load_state_dict(saved)
+    for step in range(3, 5):
+        for members, one in ((params, optimizer), (others, other)):
+            backward(members, step)
+            one.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+    # A state of fusestep's own, and of torch's, loads too.
+    ours = optim.FusedAdam(params, lr=0.01, master_weights=True)
+    ours.load_state_dict(saved)
+    assert int(ours.state[params[0]]["step"]) == 3
+
+
+def test_parameters_whose_count_is_their_own_keep_it(te: ModuleType) -> None:
+    params = parameters()
+    optimizer = te.optimizers.FusedAdam(params, lr=0.01)
+    for step in range(3):
+        backward(params, step)
+        if step == 1:
+            params[1].grad = None
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][0]["step"] == 3
+    assert "step" not in saved["state"][0]
+    assert int(saved["state"][1]["step"]) == 2
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = te.optimizers.FusedAdam(others, lr=0.01)
+    other.load_state_dict(saved)
+    for members, one in ((params, optimizer), (others, other)):
+        backward(members, 9)
+        one.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("way", ["scaler.step", "optimizer.step", "unscaled"])
+def test_scaled_gradients_are_unscaled_once(te: ModuleType, way: str) -> None:
+    plain, scaled = parameters(), parameters()
+    reference = te.optimizers.FusedAdam(plain, lr=0.05, eps=1e-3)
+    optimizer = te.optimizers.FusedAdam(scaled, lr=0.05, eps=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            backward(plain, step)
+            reference.step()
+            scaler.scale(torch.zeros(()))
+            backward(scaled, step, 1024.0)
+            if way == "unscaled":
+                scaler.unscale_(optimizer)
+            if way == "scaler.step":
+                scaler.step(optimizer)
+            else:
+                optimizer.step(grad_scaler=scaler)
+            scaler.update()
+    for p, q in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    backward(scaled, 5, 1024.0)
+    scaled[0].grad[0, 0] = float("inf")
+    before = [p.detach().clone() for p in scaled]
+    scaler.scale(torch.zeros(()))
+    optimizer.step(None, scaler)
+    scaler.update()
+    assert all(torch.equal(p, old) for p, old in zip(scaled, before, strict=True))
+    assert scaler.get_scale() == 512.0
+
+
+def test_gradients_become_none_unless_asked(te: ModuleType) -> None:
+    for option, becomes_none in ((None, True), (True, True), (False, False)):
+        params = parameters()
+        optimizer = te.optimizers.FusedAdam(params, set_grad_none=option)
+        backward(params, 1)
+        optimizer.zero_grad()
+        assert (params[0].grad is None) is becomes_none
+        if not becomes_none:
+            assert not params[0].grad.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amsgrad": True},
+        {"use_decoupled_grad": True},
+        {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+        {"exp_avg_dtype": torch.bfloat16},
+        {"master_weight_dtype": torch.float16},
+    ],
+)
+def test_what_is_not_served_says_so(te: ModuleType, options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"FusedAdam\(.*not planned"):
+        te.optimizers.FusedAdam(parameters(), **options)
+    with pytest.raises(TypeError, match="third argument is betas"):
+        te.optimizers.FusedAdam(parameters(), 1e-3, True, (0.9, 0.99))  # 1.x's order
+    with pytest.raises(TypeError, match="betae"):
+        te.optimizers.FusedAdam(parameters()).step(betae=1)
+
+
+def test_moments_in_bf16(te: ModuleType) -> None:
+    params = parameters()
+    optimizer = te.optimizers.FusedAdam(params, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    backward(params, 1)
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_operations_on_lists_of_tensors(te: ModuleType) -> None:
+    tensors = [torch.randn(5, 3), torch.randn(7)]
+    flag, outputs = torch.zeros(1, dtype=torch.int32), [torch.empty_like(t) for t in tensors]
+    te.optimizers.multi_tensor_applier(te.optimizers.multi_tensor_scale, flag, [tensors, outputs], 0.25)
+    for one, other in zip(tensors, outputs, strict=True):
+        assert torch.equal(one * 0.25, other)
+    norm, each = te.optimizers.multi_tensor_applier(te.optimizers.multi_tensor_l2norm, flag, [tensors], True)
+    exact = torch.cat([t.flatten() for t in tensors]).double().norm()
+    assert float(norm) == pytest.approx(float(exact), rel=1e-6)
+    assert each.flatten().tolist() == pytest.approx([float(t.double().norm()) for t in tensors], rel=1e-6)
