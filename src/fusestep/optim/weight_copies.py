@@ -230,9 +230,7 @@ class PlannedCopies:
         """After a step of so many of a weight's parameters."""
         copies, members = weight.copies, [m for m in weight.members if m is not None]
         if len(members) < len(weight.members):
-            # One scale is of all parameters, and some are not stepped here.
-            copies.drop()
-            return
+            return  # scales are of all parameters, and some are not stepped here
         if not weight.by_kernel or stepped < len(members):
             first = self._parameters[members[0]]
             if isinstance(first, Float8Tensor):
