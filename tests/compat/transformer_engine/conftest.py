@@ -1,4 +1,4 @@
-"""The shims on the path while these tests run, and scripts as `fusestep run` runs them."""
+"""Transformer Engine's names, and scripts as `fusestep run` runs them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from typing import Any
 
 import pytest
 
-import fusestep
 from fusestep.compat import report
 
 SETTINGS = ("FUSESTEP_IMPL", "FUSESTEP_STRICT", "FUSESTEP_TE_LAYOUT", "FUSESTEP_RUN_FOLDER", "TRITON_INTERPRET")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def shims() -> Iterator[None]:
-    fusestep.install_shims()
-    yield
-    fusestep.uninstall_shims()
 
 
 @pytest.fixture(autouse=True)

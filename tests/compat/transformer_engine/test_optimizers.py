@@ -90,6 +90,29 @@ def test_parameters_whose_count_is_their_own_keep_it(te: ModuleType) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_sgd_steps_as_published(te: ModuleType, after: bool) -> None:
+    """In float64, with a parameter that joins later and has a first step of its own."""
+    params = parameters()
+    optimizer = te.optimizers.FusedSGD(params, 0.1, 0.9, 0.2, 0.05, wd_after_momentum=after)
+    exact, buffers = [p.detach().double() for p in params], [None, None]
+    for step in range(4):
+        backward(params, step)
+        if step == 0:
+            params[1].grad = None
+        for i, p in enumerate(params):
+            if p.grad is None:
+                continue
+            decay = 0.05 * exact[i]
+            g = p.grad.double() + (0 if after else decay)
+            buffers[i] = g if buffers[i] is None else 0.9 * buffers[i] + 0.8 * g
+            exact[i] = exact[i] - 0.1 * (buffers[i] + (decay if after else 0))
+        optimizer.step()
+    for p, wanted in zip(params, exact, strict=True):
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=1e-5, atol=1e-6)
+    assert set(optimizer.state_dict()["state"][0]) == {"momentum_buffer"}
+
+
 @pytest.mark.parametrize("way", ["scaler.step", "optimizer.step", "unscaled"])
 def test_scaled_gradients_are_unscaled_once(te: ModuleType, way: str) -> None:
     plain, scaled = parameters(), parameters()
@@ -120,6 +143,23 @@ def test_scaled_gradients_are_unscaled_once(te: ModuleType, way: str) -> None:
     scaler.update()
     assert all(torch.equal(p, old) for p, old in zip(scaled, before, strict=True))
     assert scaler.get_scale() == 512.0
+
+
+def test_hooks_run_once_a_step(te: ModuleType) -> None:
+    """Also where an optimizer of fusestep's own was built, whose step carries hooks too."""
+    params = parameters()
+    optim.FusedAdam(params)
+    optim.FusedSGD(params, 0.1)
+    for optimizer in (te.optimizers.FusedAdam(params), te.optimizers.FusedSGD(params, 0.1)):
+        calls: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.zeros(()))
+        backward(params, 1)
+        optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        optimizer.step()
+        assert len(calls) == 2
 
 
 def test_gradients_become_none_unless_asked(te: ModuleType) -> None:

@@ -61,6 +61,8 @@ CONSTRUCTORS = {
     "optimizers.FusedAdam": "params lr=1e-3 betas=(0.9,0.999) eps=1e-8 weight_decay=0.0 amsgrad- bias_correction+ "
     "adam_w_mode+ capturable- master_weights- master_weight_dtype=torch.float32 exp_avg_dtype=torch.float32 "
     "exp_avg_sq_dtype=torch.float32 use_decoupled_grad- store_param_remainders- set_grad_none?",
+    "optimizers.FusedSGD": "params lr momentum=0.0 dampening=0.0 weight_decay=0.0 nesterov- wd_after_momentum- "
+    "materialize_master_grads+ set_grad_none?",
 }
 
 FORWARDS = {
@@ -185,9 +187,13 @@ def test_recipes(recipe: ModuleType, name: str) -> None:
     assert found[: len(expected)] == expected
 
 
-def test_keyword_only_arguments_of_the_optimizer(te: ModuleType) -> None:
-    parameters = inspect.signature(te.optimizers.FusedAdam).parameters.values()
-    assert next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == "bias_correction"
+def test_keyword_only_arguments_of_the_optimizers(te: ModuleType) -> None:
+    for optimizer, first in (
+        (te.optimizers.FusedAdam, "bias_correction"),
+        (te.optimizers.FusedSGD, "wd_after_momentum"),
+    ):
+        parameters = inspect.signature(optimizer).parameters.values()
+        assert next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == first
 
 
 def test_the_third_argument_is_not_the_bias(te: ModuleType) -> None:

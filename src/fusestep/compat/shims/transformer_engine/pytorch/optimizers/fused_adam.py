@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from fusestep import optim
 from fusestep.compat.report import not_served, served
+from transformer_engine.pytorch.optimizers._interface import ScaledStep
 
 __all__ = ["FusedAdam"]
 
 _NAME = "transformer_engine.pytorch.optimizers.FusedAdam"
 
 
-class FusedAdam(optim.FusedAdam):
+class FusedAdam(ScaledStep, optim.FusedAdam):
     """Adam and AdamW in one launch; see fusestep.optim.FusedAdam.
 
     State dicts have Transformer Engine's layout, with the step counted in the group. Parameters whose own count differs
@@ -75,30 +76,9 @@ class FusedAdam(optim.FusedAdam):
         )
         served(_NAME, "fusestep.optim.FusedAdam")
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients: to None, unless set_grad_none=False was given."""
-        if set_to_none is None:
-            set_to_none = self.set_grad_none is not False
-        super().zero_grad(set_to_none)
-
-    # No parameter is called grad_scaler: by that name torch.amp.GradScaler would know it, and leave unscaling out.
-    def step(self, closure: Callable[[], float] | None = None, *scaler: Any, **by_name: Any) -> Any:
-        """Step; grad_scaler, second, is a torch.amp.GradScaler that the gradients are scaled by.
-
-        Gradients that it has unscaled already are not unscaled again.
-        """
-        grad_scaler = by_name.pop("grad_scaler", scaler[0] if scaler else None)
-        if by_name or len(scaler) > 1:
-            raise TypeError(f"step() got unexpected arguments {[*map(repr, scaler[1:]), *by_name]}")
-        if grad_scaler is not None and grad_scaler.is_enabled():
-            if closure is not None:
-                raise TypeError("step() takes a closure or a grad_scaler, not both")
-            return grad_scaler.step(self)
-        return super().step(closure)
-
     def state_dict(self) -> dict[str, Any]:
         """exp_avg, exp_avg_sq and master_param of each parameter; `step` in its group."""
-        saved = super().state_dict()
+        saved: dict[str, Any] = super().state_dict()
         for group in saved["param_groups"]:
             members = [saved["state"][key] for key in group["params"] if "step" in saved["state"].get(key, ())]
             counts = [int(member["step"]) for member in members]

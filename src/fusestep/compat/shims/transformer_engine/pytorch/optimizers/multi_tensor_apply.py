@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from amp_C import multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale, multi_tensor_unscale_l2norm
+from amp_C import (
+    multi_tensor_adam,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 __all__ = [
@@ -11,5 +17,6 @@ __all__ = [
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
