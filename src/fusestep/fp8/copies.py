@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from fusestep.errors import UserError
 from fusestep.fp8.held import Copies, give, part_of, revision
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from fusestep.ops.block_scaling import quantize_blocks, unwritten_scales
+from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.block_scaling_launch import unwritten_scales
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fusestep.fp8.copies import CopyFormat, WeightCopies, copies_of, give, overwrite
-from fusestep.ops.block_scaling import quantize_blocks, unwritten_scales
+from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.block_scaling_launch import unwritten_scales
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantized import Quantized
 

@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.hardware import Support
-from fusestep.ops.block_scaling import Block, scales_shape, unwritten_scales
+from fusestep.ops.block_scaling_launch import Block, scales_shape, unwritten_scales
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.exact_product import exact_product
 from fusestep.ops.quantized import values

@@ -37,56 +37,16 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops.block_scaling_kernel import Launches, block_launch, constants, prepare, quantize_blocks_kernel
+from fusestep.ops.block_scaling_kernel import quantize_blocks_kernel
+from fusestep.ops.block_scaling_launch import Block, BlockPlan, Outputs, block_launch, constants, unwritten
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
 from fusestep.ops.layouts import keep
-from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.quantized import Quantized
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
-
-Block = tuple[int, int]
 
 BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128), (1, 32))
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def scales_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
-    """Size of the inverse scales of a matrix; see the head of this file."""
-    column_blocks = -(-columns // block[1])
-    if block[0] == 1:
-        return padded(rows), column_blocks
-    return -(-rows // block[0]), -(-column_blocks // 4) * 4
-
-
-def unwritten_scales(rows: int, columns: int, block: Block, device: torch.device) -> Tensor:
-    """Inverse scales of a matrix in their layout, not yet written."""
-    shape = scales_shape(rows, columns, block)
-    if block[0] != 1:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    dtype = torch.uint8 if block[1] == 32 else torch.float32
-    return torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=dtype, device=device)
-
-
-#: (data, scales, transposed, its scales, column sums); None where they are not wanted.
-Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _unwritten(
-    x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
-) -> Outputs:
-    """What is returned, not yet written: for the kernel, and for tracing."""
-    rows, columns = x.shape
-    device = x.device
-    data = scales = transposed = transposed_scales = sums = None
-    if rowwise:
-        data = torch.empty(padded(rows), padded(columns), dtype=dtype, device=device)
-        scales = unwritten_scales(rows, columns, block, device)
-    if columnwise:
-        transposed = torch.empty(padded(columns), padded(rows), dtype=dtype, device=device)
-        transposed_scales = unwritten_scales(columns, rows, block, device)
-    if sums_dtype is not None:
-        sums = torch.empty(columns, dtype=sums_dtype, device=device)
-    return data, scales, transposed, transposed_scales, sums
 
 
 def _reference(
@@ -100,7 +60,7 @@ def _reference(
 ) -> Outputs:
     """What the kernel computes, in plain PyTorch."""
     x = x.detach()
-    outputs = _unwritten(x, dtype, block, rowwise, columnwise, sums_dtype)
+    outputs = unwritten(x, dtype, block, rowwise, columnwise, sums_dtype)
     sums = outputs[4]
     for source, data, scales in ((x, *outputs[:2]), (x.t(), *outputs[2:4])):
         if data is not None and scales is not None:
@@ -112,37 +72,32 @@ def _reference(
     return outputs
 
 
-#: By device, layouts and options; see `keep`.
-_launches: dict[tuple[Any, ...], Launches] = {}
+#: By layouts and options; see `keep`.
+_plans: dict[tuple[Any, ...], BlockPlan] = {}
 
 
 def run_quantize_blocks(
     x: Tensor,
     dtype: torch.dtype,
-    block: Sequence[int],
+    block: Block,
     rowwise: bool,
     columnwise: bool,
     power_of_two: bool,
     sums_dtype: torch.dtype | None,
 ) -> Outputs:
-    """What the op does: through the kernel where it runs, else the reference."""
-    rows, columns = x.shape
-    height, width = block
-    options = (dtype, (height, width), rowwise, columnwise)
-    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device):
-        return _reference(x, *options, power_of_two, sums_dtype)
-    if x.stride(1) != 1 and columns != 1:
-        x = x.contiguous()
-    outputs = _unwritten(x, *options, sums_dtype)
-    key = (x.device, rows, columns, x.stride(0), x.dtype, *options, power_of_two, sums_dtype)
-    launches = _launches.get(key)
-    if launches is None:
-        padded_shape = padded(rows), padded(columns)
-        has_sums = sums_dtype is not None
-        prepared = prepare(x, padded_shape, dtype, (height, width), power_of_two, columnwise, has_sums)
-        launches = keep(_launches, key, prepared)
-    launches(x, *outputs)
-    return outputs
+    """The cast, through the kernel where it runs, else the reference."""
+    device = x.device
+    options = (dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
+    key = (x.shape, x.stride(), x.dtype, device, options)
+    plan = _plans.get(key)
+    if plan is None or not dispatch.uses_triton("block_scaling", device):
+        _check(x, dtype, block, rowwise or columnwise)
+        if not x.numel() or not dispatch.uses_triton("block_scaling", device):
+            return _reference(x, *options)
+        if x.stride(1) != 1 and x.shape[1] != 1:
+            return run_quantize_blocks(x.contiguous(), *options)
+        plan = keep(_plans, key, BlockPlan(x, *options))
+    return plan(x)
 
 
 def _as_op(x: Tensor, dtype: torch.dtype, outputs: Outputs) -> tuple[Tensor, ...]:
@@ -160,7 +115,8 @@ def _quantize_blocks(
     power_of_two: bool,
     sums_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    outputs = run_quantize_blocks(x, dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
+    height, width = block
+    outputs = run_quantize_blocks(x, dtype, (height, width), rowwise, columnwise, power_of_two, sums_dtype)
     return _as_op(x, dtype, outputs)
 
 
@@ -174,7 +130,7 @@ def _fake(
     sums_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     height, width = block
-    return _as_op(x, dtype, _unwritten(x, dtype, (height, width), rowwise, columnwise, sums_dtype))
+    return _as_op(x, dtype, unwritten(x, dtype, (height, width), rowwise, columnwise, sums_dtype))
 
 
 quantize_blocks_op = define(
@@ -209,11 +165,11 @@ def quantize_blocks(
     Returns: the quantised matrix and the sums, None where they were not asked for.
     Raises: UserError, before anything is written, for shapes and dtypes that do not fit.
     """
-    _check(x, dtype, block, rowwise or columnwise)
     options = (dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
     if not torch.compiler.is_compiling() and is_plain(x):
         data, scales, transposed, transposed_scales, sums = run_quantize_blocks(x, *options)
     else:
+        _check(x, dtype, block, rowwise or columnwise)
         data, scales, transposed, transposed_scales, sums = quantize_blocks_op(x, *options)
     rows, columns = x.shape
     scale_inv = scales if rowwise else transposed_scales

@@ -10,20 +10,11 @@ Maxima never lose a NaN: they either propagate it, or are of the bits of |x| as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-
 from fusestep.language import tl, triton
-from fusestep.ops.fp8_cast import fp8_words, has_fp8_cast, scaled_values, transposed_words
-from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
+from fusestep.ops.fp8_cast import fp8_words, scaled_values, transposed_words
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
 _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
-
-TILE = 128
 
 
 @triton.jit
@@ -347,104 +338,3 @@ def quantize_blocks_kernel(
             _store_transposed(turned_ptr, top, turned_left, padded_width, turned_stride, HARDWARE_CAST)
             turned_ptr += HALF // 4
             _store_transposed(turned_ptr, bottom, turned_left - HALF // 4, padded_width, turned_stride, HARDWARE_CAST)
-
-
-@dataclass(frozen=True)
-class BlockLaunch:
-    """Rows of a tile, warps of a program, and the most registers of a thread, None: as the compiler likes."""
-
-    rows: int
-    warps: int
-    registers: int | None = None
-
-
-def block_launch(block: tuple[int, int], columnwise: bool, column_sums: bool, element_size: int) -> BlockLaunch:
-    """The launch of a cast.
-
-    With 80 registers three programs of 8 warps share a multiprocessor; a tile of fp32 needs twice as many.
-    """
-    if block == (1, 128) and not columnwise and not column_sums:
-        return BlockLaunch(64, 4)
-    if element_size == 4:
-        return BlockLaunch(TILE, 16)
-    return BlockLaunch(TILE, 8, 80 if block[1] == 128 else None)
-
-
-def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
-    """The constexprs of a cast but for the rows of a tile."""
-    return {
-        "E4M3": dtype == torch.float8_e4m3fn,
-        "HARDWARE_CAST": hardware_cast,
-        "POWER_OF_TWO": power_of_two,
-        "SQUARE": block[0] != 1,
-        "WIDTH": block[1],
-    }
-
-
-class Launches(NamedTuple):
-    """The cast, and where columns are summed over several tiles of rows the total of the tiles' sums.
-
-    `as_bytes`: the cast wants its outputs as uint8, since Triton knows no FP8 on the device.
-    """
-
-    cast: PreparedLaunch
-    as_bytes: bool
-    partials: tuple[int, int] | None
-    total: PreparedLaunch | None
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        data: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        transposed: torch.Tensor | None,
-        transposed_scales: torch.Tensor | None,
-        sums: torch.Tensor | None,
-    ) -> None:
-        """Run them, on tensors of the layouts that they were prepared for; None for what is not wanted."""
-        if self.as_bytes:
-            data = None if data is None else data.view(torch.uint8)
-            transposed = None if transposed is None else transposed.view(torch.uint8)
-        if self.total is None or self.partials is None:
-            self.cast(x, data, scales, transposed, transposed_scales, sums)
-            return
-        partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
-        self.cast(x, data, scales, transposed, transposed_scales, partials)
-        self.total(partials, sums, None)
-
-
-def prepare(
-    x: torch.Tensor,
-    padded_shape: tuple[int, int],
-    dtype: torch.dtype,
-    block: tuple[int, int],
-    power_of_two: bool,
-    columnwise: bool,
-    column_sums: bool,
-) -> Launches:
-    """The launches of a cast of x, (rows, columns)."""
-    rows, columns = x.shape
-    device = x.device
-    launch = block_launch(block, columnwise, column_sums, x.element_size())
-    down = -(-padded_shape[0] // launch.rows)
-    numbers = (rows, columns, x.stride(0), *padded_shape)
-    options: dict[str, Any] = {"ROWS": launch.rows, "num_warps": launch.warps}
-    if launch.registers is not None:
-        options["maxnreg"] = launch.registers
-    options |= constants(dtype, block, power_of_two, has_fp8_cast(device))
-    cast = PreparedLaunch(quantize_blocks_kernel, (down * -(-padded_shape[1] // TILE),), device, numbers, **options)
-    as_bytes = not has_fp8_cast(device)
-    if not column_sums or down == 1:  # the sums of one tile are the whole
-        return Launches(cast, as_bytes, None, None)
-    sums = sum_columns(columns)
-    total = PreparedLaunch(
-        _sum_partials_kernel,
-        (-(-columns // sums), 1),
-        device,
-        (down,),
-        WIDTH=columns,
-        ROWS=SUM_ROWS,
-        COLUMNS=sums,
-        num_warps=4,
-    )
-    return Launches(cast, as_bytes, (down, columns), total)

@@ -33,7 +33,7 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.block_product import check_blocks, multiply_blocks
-from fusestep.ops.block_scaling import Block
+from fusestep.ops.block_scaling_launch import Block
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.exact_product import exact_product
 from fusestep.ops.quantized import PAD, padded
@@ -113,10 +113,15 @@ def multiply(
             out = _native(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation)
             return out.contiguous() if columns % PAD else out
         return torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, None, None, out_dtype, fast_accumulation)
+    elif a_block is not None and b_block is not None:
+        out = _of_blocks(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, a_block, b_block)
+        return out if out.is_contiguous() else out.contiguous()
     else:
         run = run_scaled_mm
-    out = run(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block)
-    return out if out.is_contiguous() else out.contiguous()
+    made: Tensor = run(
+        a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
+    )
+    return made if made.is_contiguous() else made.contiguous()
 
 
 def run_scaled_mm(
@@ -138,13 +143,28 @@ def run_scaled_mm(
     device = a.device
     bias = None if bias is None else bias.detach()
     if blocks is not None:
-        if bias is not None:
-            bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
-        out = multiply_blocks(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, *blocks)
-        return sliced(out, rows, columns)
+        return _of_blocks(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, *blocks)
     if dispatch.multiplies_fp8("scaled_mm", device) and a.numel() and b.numel():
         return _native(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation)
     return scaled_mm_reference(a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias)
+
+
+def _of_blocks(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    rows: int,
+    columns: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    a_block: Block,
+    b_block: Block,
+) -> Tensor:
+    """The product of matrices with a scale for each block."""
+    if bias is not None:
+        bias = _padded_bias(bias, columns, b.shape[0], out_dtype)
+    return sliced(multiply_blocks(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, a_block, b_block), rows, columns)
 
 
 def scaled_mm_reference(

@@ -1,0 +1,162 @@
+"""Launches of block scaling's kernel, and plans: casts of which all but the tensor is settled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep.ops.block_scaling_kernel import quantize_blocks_kernel
+from fusestep.ops.fp8_cast import has_fp8_cast
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.layouts import layout
+from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
+from fusestep.ops.quantized import padded
+
+Block = tuple[int, int]
+
+#: (data, scales, transposed, its scales, column sums); None where they are not wanted.
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+#: Rows and columns of a tile that has whole blocks in both directions.
+TILE = 128
+
+
+def scales_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
+    """Size of the inverse scales of a matrix; see the head of block_scaling.py."""
+    column_blocks = -(-columns // block[1])
+    if block[0] == 1:
+        return padded(rows), column_blocks
+    return -(-rows // block[0]), -(-column_blocks // 4) * 4
+
+
+def unwritten_scales(rows: int, columns: int, block: Block, device: torch.device) -> Tensor:
+    """Inverse scales of a matrix in their layout, not yet written."""
+    shape = scales_shape(rows, columns, block)
+    if block[0] != 1:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    dtype = torch.uint8 if block[1] == 32 else torch.float32
+    return torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=dtype, device=device)
+
+
+def unwritten(
+    x: Tensor, dtype: torch.dtype, block: Block, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+) -> Outputs:
+    """What a cast of x returns, not yet written."""
+    rows, columns = x.shape
+    device = x.device
+    data = scales = transposed = transposed_scales = sums = None
+    if rowwise:
+        data = torch.empty(padded(rows), padded(columns), dtype=dtype, device=device)
+        scales = unwritten_scales(rows, columns, block, device)
+    if columnwise:
+        transposed = torch.empty(padded(columns), padded(rows), dtype=dtype, device=device)
+        transposed_scales = unwritten_scales(columns, rows, block, device)
+    if sums_dtype is not None:
+        sums = torch.empty(columns, dtype=sums_dtype, device=device)
+    return data, scales, transposed, transposed_scales, sums
+
+
+@dataclass(frozen=True)
+class BlockLaunch:
+    """Rows of a tile, warps of a program, and the most registers of a thread, None: as the compiler likes."""
+
+    rows: int
+    warps: int
+    registers: int | None = None
+
+
+def block_launch(block: tuple[int, int], columnwise: bool, column_sums: bool, element_size: int) -> BlockLaunch:
+    """The launch of a cast.
+
+    With 80 registers three programs of 8 warps share a multiprocessor; a tile of fp32 needs twice as many.
+    """
+    if block == (1, 128) and not columnwise and not column_sums:
+        return BlockLaunch(64, 4)
+    if element_size == 4:
+        return BlockLaunch(TILE, 16)
+    return BlockLaunch(TILE, 8, 80 if block[1] == 128 else None)
+
+
+def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
+    """The constexprs of a cast but for the rows of a tile."""
+    return {
+        "E4M3": dtype == torch.float8_e4m3fn,
+        "HARDWARE_CAST": hardware_cast,
+        "POWER_OF_TWO": power_of_two,
+        "SQUARE": block[0] != 1,
+        "WIDTH": block[1],
+    }
+
+
+class BlockPlan:
+    """Casts matrices of the layout of the one that it was made for.
+
+    Args: as of quantize_blocks; the rows of x are contiguous, and x has elements.
+    """
+
+    __slots__ = ("_as_bytes", "_cast", "_outputs", "_partials", "_total")
+
+    def __init__(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        block: Block,
+        rowwise: bool,
+        columnwise: bool,
+        power_of_two: bool,
+        sums_dtype: torch.dtype | None,
+    ) -> None:
+        rows, columns = x.shape
+        device = x.device
+        self._outputs = unwritten(x, dtype, block, rowwise, columnwise, sums_dtype)
+        for output in self._outputs:
+            if output is not None:
+                output.untyped_storage().resize_(0)
+        launch = block_launch(block, columnwise, sums_dtype is not None, x.element_size())
+        down = -(-padded(rows) // launch.rows)
+        numbers = (rows, columns, x.stride(0), padded(rows), padded(columns))
+        has_cast = has_fp8_cast(device)
+        options: dict[str, Any] = {"ROWS": launch.rows, "num_warps": launch.warps}
+        if launch.registers is not None:
+            options["maxnreg"] = launch.registers
+        options |= constants(dtype, block, power_of_two, has_cast)
+        grid = (down * -(-padded(columns) // TILE),)
+        self._cast = PreparedLaunch(quantize_blocks_kernel, grid, device, numbers, **options)
+        # Where a device has no such cast, Triton knows no pointer to FP8 either.
+        self._as_bytes = not has_cast
+        self._partials: Tensor | None = None
+        if sums_dtype is None or down == 1:  # the sums of one tile are the whole
+            return
+        self._partials = layout((down, columns), torch.float32, device)
+        at_once = sum_columns(columns)
+        self._total = PreparedLaunch(
+            _sum_partials_kernel,
+            (-(-columns // at_once), 1),
+            device,
+            (down,),
+            WIDTH=columns,
+            ROWS=SUM_ROWS,
+            COLUMNS=at_once,
+            num_warps=4,
+        )
+
+    def __call__(self, x: Tensor) -> Outputs:
+        """Cast x."""
+        empty = torch.empty_like
+        data, scales, transposed, transposed_scales, sums = [
+            None if output is None else empty(output) for output in self._outputs
+        ]
+        straight, turned = data, transposed
+        if self._as_bytes:
+            straight = None if data is None else data.view(torch.uint8)
+            turned = None if transposed is None else transposed.view(torch.uint8)
+        if self._partials is None:
+            self._cast(x, straight, scales, turned, transposed_scales, sums)
+        else:
+            partials = empty(self._partials)
+            self._cast(x, straight, scales, turned, transposed_scales, partials)
+            self._total(partials, sums, None)
+        return data, scales, transposed, transposed_scales, sums
