@@ -45,7 +45,8 @@ class FusedAdam(FusedOptimizer):
     groups. torch.amp.GradScaler works with and without `unscale_`: unscaling, clipping and skipping happen here, and
     nothing of ours waits. With fp16 gradients leave `unscale_` out, since torch refuses them there.
 
-    Where FP8 modules asked for copies of their weights, the step writes them in the same pass (fusestep/fp8/copies.py).
+    Where modules of fusestep.nn asked for copies of their parameters, in FP8 or in torch.autocast's dtype, the step
+    writes them in the same pass (fp8/copies.py, fp8/plain_copies.py); they take 1 or 2 bytes an element each.
     Weights of `fp8_model_init` take master_weights=True; they are stepped as their masters.
 
     State dicts load into torch.optim.AdamW and come from it; `step` is saved as torch saves it. Loading never changes
