@@ -695,11 +695,11 @@ def test_one_update_launch_a_signature_and_one_norm(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.interpreter
 def test_unmoved_tensors_keep_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusestep.optim import step_plan
+    from fusestep.optim import adam_plan
 
     built = []
-    true_build = step_plan.build_table
-    monkeypatch.setattr(step_plan, "build_table", lambda *a, **k: built.append(1) or true_build(*a, **k))
+    true_build = adam_plan.build_table
+    monkeypatch.setattr(adam_plan, "build_table", lambda *a, **k: built.append(1) or true_build(*a, **k))
     ours = parameters(torch.device("cpu"), [(3,), (5,)])
     optimizer = FusedAdam(ours, lr=0.1)
     keep = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.ops.adam_kernel import MOMENT_DTYPES
+from fusestep.optim.adam_plan import AdamPlan
 from fusestep.optim.base import FusedOptimizer
 from fusestep.optim.options import check_betas, check_numbers
 from fusestep.optim.step_plan import StepPlan
@@ -57,7 +58,7 @@ class FusedAdam(FusedOptimizer):
     Source: Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
 
-    _plan_class: ClassVar[type[StepPlan]] = StepPlan
+    _plan_class: ClassVar[type[StepPlan]] = AdamPlan
     _dense: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _kin: ClassVar[str] = "FusedAdam or torch.optim.AdamW without amsgrad"
     _kept: ClassVar[tuple[str, ...]] = (*FusedOptimizer._kept, "moment_dtype")
