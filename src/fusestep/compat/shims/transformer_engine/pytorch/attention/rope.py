@@ -17,6 +17,8 @@ __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 class RotaryPositionEmbedding(nn.RotaryPositionEmbedding):
     """Angles of rotary position embedding, (s, 1, 1, dim) in fp32; see fusestep.nn.RotaryPositionEmbedding."""
 
+    SERVED_BY = "fusestep.nn.RotaryPositionEmbedding"
+
     def __init__(
         self,
         dim: int,
@@ -35,7 +37,7 @@ class RotaryPositionEmbedding(nn.RotaryPositionEmbedding):
             interleaved,
             device=torch.device(placed("RotaryPositionEmbedding", "cuda") or "cpu"),
         )
-        served(f"{PACKAGE}.RotaryPositionEmbedding", "fusestep.nn.RotaryPositionEmbedding")
+        served(f"{PACKAGE}.RotaryPositionEmbedding", self.SERVED_BY)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         # Frequencies follow from the arguments; a state dict may hold them nevertheless.

@@ -23,6 +23,8 @@ class FusedAdam(ScaledStep, optim.FusedAdam):
     from their group's, which gradients that come and go bring about, keep it in their state too.
     """
 
+    SERVED_BY = "fusestep.optim.FusedAdam"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -74,7 +76,7 @@ class FusedAdam(ScaledStep, optim.FusedAdam):
             master_weights=master_weights,
             moment_dtype=exp_avg_dtype,
         )
-        served(_NAME, "fusestep.optim.FusedAdam")
+        served(_NAME, self.SERVED_BY)
 
     def state_dict(self) -> dict[str, Any]:
         """exp_avg, exp_avg_sq and master_param of each parameter; `step` in its group."""

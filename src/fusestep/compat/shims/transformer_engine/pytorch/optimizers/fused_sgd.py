@@ -15,6 +15,8 @@ __all__ = ["FusedSGD"]
 class FusedSGD(ScaledStep, optim.FusedSGD):
     """SGD with momentum in one launch; see fusestep.optim.FusedSGD. Each parameter knows whether it was stepped."""
 
+    SERVED_BY = "fusestep.optim.FusedSGD"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -30,4 +32,4 @@ class FusedSGD(ScaledStep, optim.FusedSGD):
     ) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum=wd_after_momentum)
-        served("transformer_engine.pytorch.optimizers.FusedSGD", "fusestep.optim.FusedSGD")
+        served("transformer_engine.pytorch.optimizers.FusedSGD", self.SERVED_BY)

@@ -14,7 +14,6 @@ __all__ = ["DType", "Float8Tensor", "QuantizedTensor"]
 #: What a weight may be asked for, whatever its recipe.
 QuantizedTensor = Float8Tensor
 
-#: Transformer Engine's names of dtypes.
 DType = enum.Enum(
     "DType",
     {
@@ -29,6 +28,7 @@ DType = enum.Enum(
         "kFloat8E5M2": torch.float8_e5m2,
     },
 )
+DType.__doc__ = "Transformer Engine's names of dtypes."
 
 _ONE = ("weights in FP8 are fusestep.fp8.tensor.Float8Tensor whatever their recipe, te.QuantizedTensor here", False)
 _CAST = ("cast by fusestep.ops.quantize.quantize, or build modules within quantized_model_init", False)
