@@ -63,10 +63,13 @@ class Report:
         parts = [f"{name} by {' and '.join(by)}" for name, by in self.served.items()]
         parts += [f"{name} NOT served" for name in self.refused]
         first = "; ".join(parts) or "no name of Apex or Transformer Engine was used"
-        others = [
-            f"{name}: {who}" for name, by in self.packages.items() for who in by if not who.startswith("fusestep")
-        ]
+        # That fusestep serves a package is the rule, and the names above say it.
+        others = [f"{name}: {who}" for name, by in self.packages.items() for who in by if not _is_rule(who)]
         return [first, *others, *self.hints]
+
+
+def _is_rule(who: str) -> bool:
+    return who.startswith("fusestep ") and ";" not in who
 
 
 def served(name: str, implementation: str = "") -> None:

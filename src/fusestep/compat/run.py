@@ -191,9 +191,10 @@ def _script(target: str) -> _Program:
     if not os.path.exists(path):  # noqa: PTH110 (a script's path is a string everywhere in Python)
         raise _NothingToRunError(f"there is no file {target}; name a script, or -m and a module.")
     if os.path.isdir(path) or not path.endswith((".py", ".pyc")):  # noqa: PTH112
-        spec = PathFinder.find_spec("__main__", [path])
+        entry = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 (not made shorter, as in Python)
+        spec = PathFinder.find_spec("__main__", [entry])
         if spec is not None:
-            sys.path.insert(0, target)
+            sys.path.insert(0, entry)
             return _Program(_code(spec), _main_module(spec, spec.origin), target)
     if os.path.isdir(path):  # noqa: PTH112
         raise _NothingToRunError(f"{target} is a folder without a __main__.py; name a script, or -m and a module.")
@@ -245,6 +246,8 @@ def _main_module(spec: ModuleSpec | None, file: str | None) -> ModuleType:
     """A `__main__` as Python makes it."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __file__=file, __spec__=spec, __cached__=None)
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
     if spec is not None:
         main.__dict__.update(__package__=spec.parent, __loader__=spec.loader, __cached__=spec.cached)
     return main

@@ -1,12 +1,13 @@
 """apex.parallel.distributed over torch's DistributedDataParallel and all-reduce."""
 
-from __future__ import annotations
+# Annotations are objects here, not strings: DistributedDataParallel looks at those of a hook.
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import GradBucket
 
 from fusestep.compat.report import not_served, served
 
@@ -65,7 +66,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
 
 
-def _reduced(state: tuple[distributed.ProcessGroup, bool, float, float], bucket: Any) -> torch.futures.Future[Tensor]:
+def _reduced(
+    state: tuple[distributed.ProcessGroup, bool, float, float], bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     """All-reduce a bucket with factors before and after, in fp32 if asked."""
     group, in_fp32, before, after = state
     buffer: Tensor = bucket.buffer()
