@@ -578,6 +578,40 @@ def test_the_kernel_writes_the_bits_of_the_reference_on_a_gpu(
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("forms", [(True, False), (False, True)])
+def test_the_kernel_writes_one_form_over_several_tiles(block: tuple[int, int], forms: tuple[bool, bool]) -> None:
+    x = random_matrix(140, 139, torch.bfloat16)
+    found = block_scaling.run_quantize_blocks(x, E4M3, block, *forms, True, None)
+    assert same_bits(found, block_scaling._reference(x, E4M3, block, *forms, True, None))
+
+
+def extreme_magnitudes() -> Tensor:
+    """fp32 numbers where a scale is a power of two less, ends, or begins."""
+    edge = torch.tensor([1.75, 1.0, 448.0, 57344.0])
+    edge = torch.cat([edge, torch.nextafter(edge, edge * 2), torch.nextafter(edge, edge / 2)])
+    powers = 2.0 ** torch.tensor([-126, -120, -118, -117, -111, -110, 0, 111, 117, 126], dtype=torch.float64)
+    wide = (edge.double()[:, None] * powers).flatten().clamp(max=torch.finfo(torch.float32).max).float()
+    return torch.cat([wide, torch.tensor([2.0**-149, 2.0**-127, 3.4e38, 0.0, math.inf, math.nan])])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")  # infinity times zero
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("block", [ROW, MX])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_scales_of_extreme_magnitudes_are_those_of_the_reference(
+    dtype: torch.dtype, block: tuple[int, int], power_of_two: bool
+) -> None:
+    amaxes = extreme_magnitudes()
+    x = torch.zeros(amaxes.numel(), 32)
+    x[:, 0], x[:, 1], x[:, 2] = amaxes, -amaxes / 2, amaxes / 3
+    found = block_scaling.run_quantize_blocks(x, dtype, block, True, False, power_of_two, None)
+    assert same_bits(found, block_scaling._reference(x, dtype, block, True, False, power_of_two, None))
+
+
+@pytest.mark.interpreter
 def test_the_kernel_follows_row_strides() -> None:
     x = random_matrix(20, 90)
     for strided in (x[:, 30:60], x[::2, :40], x.t()[:33], x[:1].expand(20, 90)):
