@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "Train a GPT on text, token files or arithmetic sequences.",
     "generate": "Continue prompts with a trained model.",
     "inspect": "Show the FP8 scales and amaxes of a run.",
+    "convert": "Show what would be swapped in a model, and why.",
     "ladder": "Measure what each speed-up buys, rung by rung.",
     "run": "Run a script whose apex and transformer_engine are fusestep's.",
 }

@@ -141,7 +141,7 @@ def _matches(module: nn.Module) -> bool | str:
 def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     """Without a mask, with a causal one, and with others: added, boolean, and one for each head."""
     width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[call-overload]
-    batch, length = 2, 5
+    batch, length = 3, 21
     calls: list[Call] = []
     hidden = torch.ones(length, length, dtype=torch.bool, device=probe.device).triu(1)
     causal = torch.zeros(length, length, device=probe.device, dtype=probe.dtype).masked_fill_(hidden, -math.inf)
@@ -164,6 +164,14 @@ def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     return calls
 
 
+def _eager(module: nn.Module) -> bool | str:
+    """Attention of Hugging Face's that is told to write its scores to memory."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if chosen != "eager" or not type(module).__name__.endswith("Attention"):
+        return False
+    return "it writes its scores to memory: load the model with attn_implementation='sdpa'"
+
+
 PATTERNS = (
     Pattern(
         "self-attention without copies, causal kernel for causal masks",
@@ -172,4 +180,6 @@ PATTERNS = (
         _inputs,
         quiet=("dropout",),
     ),
+    # Told, never swapped: its scores may be asked for.
+    Pattern("attention", FusedMultiheadAttention, _eager, _inputs),
 )

@@ -2,12 +2,14 @@
 
     y, x ← norm(x + branch), x + branch        in one kernel
 
-Known are nn.TransformerEncoderLayer, pre-norm blocks as Llama and its kin name their parts, and GPT-2's. The norms must
-be ours already; where a norm has hooks, or a call asks for what the forward here does not know, the old forward runs.
+Known are nn.TransformerEncoderLayer, pre-norm blocks as Llama and its kin name their parts, GPT-2's, and the ends of
+BERT's sublayers. The norms must be ours already; where a norm has hooks, or a call asks for what the forward here does
+not know, the old forward runs.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,6 +138,21 @@ class FusedGPT2Block(FusedBlock):
         return total + self.mlp(normed)
 
 
+class FusedPostNorm(FusedBlock):
+    """norm(x + dropout(dense(h))), as BERT and its kin end their sublayers."""
+
+    second_norm = "LayerNorm"
+    LayerNorm: nn.Module
+    dense: nn.Module
+    dropout: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not adds(self.LayerNorm):
+            return super().forward(*args, **kwargs)
+        hidden, residual = (*args, *kwargs.values())
+        return add_and_normalise(self.LayerNorm, self.dropout(self.dense(hidden)), residual)[0]
+
+
 # What is recognised
 
 
@@ -152,7 +169,7 @@ def _encoder_layer(module: nn.Module) -> bool | str:
 def _encoder_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     attention: Any = module.self_attn
     width, first = int(attention.embed_dim), attention.batch_first
-    length, batch = 5, 2
+    length, batch = 21, 3
     hidden = torch.ones(length, length, dtype=torch.bool, device=probe.device).triu(1)
     padding = torch.zeros(batch, length, dtype=torch.bool, device=probe.device)
     padding[0, -2:] = True
@@ -175,14 +192,17 @@ def _llama_block(module: nn.Module) -> bool | str:
 def _llama_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     attention: Any = module.self_attn
     width = int(module.input_layernorm.weight.shape[0])  # type: ignore[union-attr, index]
-    angles = probe.randn(2, 5, int(attention.head_dim))
-    positions = torch.arange(5, device=probe.device).expand(2, 5)
+    angles = probe.randn(3, 21, int(attention.head_dim))
+    positions = torch.arange(21, device=probe.device).expand(3, 21)
     options = {
         "attention_mask": None,
         "position_ids": positions,
         "position_embeddings": (angles.cos(), angles.sin()),
     }
-    return [((probe.randn(2, 5, width),), options)]
+    takes = inspect.signature(module.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        options = {name: value for name, value in options.items() if name in takes}
+    return [((probe.randn(3, 21, width),), options)]
 
 
 def _gpt2_block(module: nn.Module) -> bool | str:
@@ -191,7 +211,17 @@ def _gpt2_block(module: nn.Module) -> bool | str:
 
 def _gpt2_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     width = int(module.ln_1.weight.shape[0])  # type: ignore[union-attr, index]
-    return [((probe.randn(2, 5, width),), {"attention_mask": None, "use_cache": False})]
+    return [((probe.randn(3, 21, width),), {"attention_mask": None, "use_cache": False})]
+
+
+def _post_norm(module: nn.Module) -> bool | str:
+    takes = list(inspect.signature(module.forward).parameters)
+    return len(takes) == 2 and _has_parts(module, FusedPostNorm, {"dense", "LayerNorm", "dropout"})
+
+
+def _post_norm_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+    dense: Any = module.dense
+    return [((probe.randn(3, 21, dense.in_features), probe.randn(3, 21, dense.out_features)), {})]
 
 
 _WHAT = "residual add within the next norm"
@@ -200,4 +230,5 @@ PATTERNS = (
     Pattern(_WHAT, FusedEncoderLayer, _encoder_layer, _encoder_inputs, stage=Stage.BLOCK),
     Pattern(_WHAT, FusedLlamaBlock, _llama_block, _llama_inputs, stage=Stage.BLOCK),
     Pattern(_WHAT, FusedGPT2Block, _gpt2_block, _gpt2_inputs, stage=Stage.BLOCK),
+    Pattern(_WHAT, FusedPostNorm, _post_norm, _post_norm_inputs, stage=Stage.BLOCK),
 )

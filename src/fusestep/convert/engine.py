@@ -75,6 +75,10 @@ class _Walk:
         for path, module in self._model.named_modules():
             if id(module) in self._passed_over:
                 continue
+            if isinstance(module, torch.jit.ScriptModule):
+                self._passed_over |= {id(one) for one in module.modules()}
+                self._rows[path, Stage.WHOLE] = Row(path, type(module).__name__, None, "it is scripted")
+                continue
             if is_converted(module) and not any(module is one for _, one in self.swaps):
                 self._rows[path, Stage.WHOLE] = Row(path, type(module).__name__, None, "it was converted before")
                 continue
@@ -146,8 +150,6 @@ def _obstacle(module: nn.Module) -> str | None:
     """Why no module like this is swapped, whatever its class."""
     if "forward" in module.__dict__:
         return "its forward is replaced on the object itself"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized"
     for name, parameter in module._parameters.items():
@@ -159,4 +161,6 @@ def _obstacle(module: nn.Module) -> str | None:
             return f"its {name} is a {type(parameter.data).__name__}"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its {name} is quantised ({parameter.dtype})"
+        if parameter.is_inference():
+            return f"its {name} was made in inference mode, and has no gradient"
     return None

@@ -172,8 +172,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
     """Why layers stay in the model's dtype, by their ids."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tied = {id(embedding.weight) for embedding in embeddings}
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    head = _head_of(model)
     vocabularies = {embedding.num_embeddings for embedding in embeddings}
     reasons: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -193,6 +192,15 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
         elif (which := _kept_block(model, names, keep)) is not None:
             reasons[id(module)] = f"it is in one of the {which} blocks"
     return reasons
+
+
+def _head_of(model: nn.Module) -> object:
+    """What a model of Hugging Face's calls its head; None if it has none, or is not of theirs."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    try:
+        return get_head() if callable(get_head) else None
+    except NotImplementedError:  # theirs for models without one
+        return None
 
 
 def _kept_block(model: nn.Module, names: Sequence[str], keep: tuple[int, int]) -> str | None:

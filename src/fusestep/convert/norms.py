@@ -147,7 +147,7 @@ def _norm_inputs(shape: tuple[int, ...], eps: object, probe: Probe) -> Sequence[
     """Rows of usual size, away from zero; rows so small that eps counts; and rows that are large."""
     small = (eps if isinstance(eps, float) and eps > 0 else 1e-6) ** 0.5
     sizes = (1.0, small, 30.0)
-    return [(((probe.randn(2, 5, *shape) + (0.3 if size == 1.0 else 0.0)) * size,), {}) for size in sizes]
+    return [(((probe.randn(3, 11, *shape) + (0.3 if size == 1.0 else 0.0)) * size,), {}) for size in sizes]
 
 
 def _eps_name(module: nn.Module) -> str | None:
@@ -177,7 +177,9 @@ def _named_norm(kind: type[FusedNorm], what: str, eps: float | None) -> Pattern:
         usual = usual_trials(dtype, device)
         other = torch.float32 if dtype in HALVES else torch.bfloat16
         casts = [
-            Trial(f"weights in {other}, {one.name}", one.dtype, one.region, narrow=True, weights=other) for one in usual
+            Trial(f"{one.name or 'plain'}, weights in {other}", one.dtype, one.region, narrow=True, weights=other)
+            for one in usual
+            if not one.other_mode
         ]
         return usual if dtype is torch.float64 else usual + casts
 

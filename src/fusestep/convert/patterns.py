@@ -40,7 +40,7 @@ class Pattern:
         stage: Stage.LEAF unless children are not called any more (WHOLE), or swapped children are needed (BLOCK).
         uses: names of children whose work the new forward does itself; they stay as they are.
         quiet: names of attributes, dropout probabilities for instance, that are 0 in trials.
-        trials: None: as it is, with inputs of another width, and under torch.autocast.
+        trials: None: in training and evaluation, with inputs of another width, and under torch.autocast.
     """
 
     what: str
@@ -103,5 +103,5 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def rows(probe: Probe, width: int) -> tuple[Call, ...]:
-    """One call on a (2, 3, width) tensor."""
-    return (((probe.randn(2, 3, width),), {}),)
+    """One call on a (3, 21, width) tensor."""
+    return (((probe.randn(3, 21, width),), {}),)

@@ -1,0 +1,58 @@
+"""A user's model from the name of a function that makes it, as command lines take it: `pkg.mod:factory`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fusestep.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def built_model(who: str, name: str) -> nn.Module:
+    """Import the module, call the function without arguments, and return the model that it makes.
+
+    Modules are found in the working folder too, as `python -m` finds them.
+
+    Args:
+        who: speaks in the error.
+        name: "pkg.mod:factory"; the factory may be a class, or an attribute of one ("pkg.mod:Class.small").
+    Raises: UserError where the name leads to no model, with the place in the user's code where it failed.
+    """
+    module_name, colon, attributes = name.partition(":")
+    if not (module_name and colon and attributes):
+        raise UserError(f"{who}: {name!r} names no factory; pass module:function, as in pkg.mod:factory.")
+    if os.getcwd() not in sys.path:  # noqa: PTH109 (sys.path holds strings)
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+    found: Any = _guarded(f"{who}: {module_name} cannot be imported", lambda: importlib.import_module(module_name))
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise UserError(
+                f"{who}: {module_name} has no {attributes}; pass the name of a function that makes a model."
+            )
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise UserError(f"{who}: {name} is a {type(found).__name__}; pass the name of a function that makes a model.")
+    from torch import nn
+
+    model = found if isinstance(found, nn.Module) else _guarded(f"{who}: {name}() fails", found)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{who}: {name}() gives a {type(model).__name__}; let it return a torch.nn.Module.")
+    return model
+
+
+def _guarded(what: str, call: Callable[[], Any]) -> Any:
+    """The result of the user's code; its error in one sentence, since it is theirs to mend."""
+    try:
+        return call()
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if place.filename == __file__ else f", at {place.filename}:{place.lineno}"
+        message = str(error).partition("\n")[0]
+        raise UserError(f"{what} ({type(error).__name__}: {message}{where}); correct it, or name another.") from error

@@ -1,0 +1,110 @@
+"""`fusestep convert`: the table of a model that is named, and one sentence for a name that leads to none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusestep.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+made = []
+
+def factory():
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 5))
+    made.append(model)
+    return model
+
+class Family:
+    @staticmethod
+    def small():
+        return nn.Sequential(nn.RMSNorm(8), nn.RMSNorm(8))
+
+number = 3
+instance = nn.LayerNorm(8)
+def broken():
+    raise RuntimeError("no weights\\nhere")
+def none():
+    return 7
+def hungry(size):
+    return nn.Linear(size, size)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a user's modules; what is imported from it is forgotten."""
+    (tmp_path / "my_models.py").write_text(MODEL)
+    (tmp_path / "my_broken.py").write_text("import torch\nimport no_such_package_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("my_models", "my_broken"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    return tmp_path
+
+
+def convert(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["convert", *arguments])
+    return int(left.value.code or 0)
+
+
+def test_prints_the_table_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert("--model", "my_models:factory") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "FusedLayerNorm" in out
+    assert "would be swapped: 1; left as they are: 0." in out
+    import my_models
+
+    assert [type(module).__name__ for module in my_models.made[0]] == ["Linear", "LayerNorm", "Linear"]
+
+
+def test_json_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--fp8", "current", "--skip", "1", "--fp8-skip", "2", "--json")
+    assert convert("--model", "my_models:factory", *options) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == 1
+    assert told["dry_run"] is True
+    became = {module["path"]: module["became"] for module in told["modules"]}
+    assert became == {"": "FP8Forward", "0": "FP8Linear", "2": None}
+    reasons = {module["path"]: module["reason"] for module in told["modules"]}
+    assert reasons["2"] == "fp8_skip names it"
+
+
+@pytest.mark.parametrize("name", ["my_models:Family.small", "my_models:instance"])
+def test_a_factory_may_be_a_method_or_the_model_itself(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert convert("--model", name) == 0
+    assert "one kernel each way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("my_models",), "'my_models' names no factory; pass module:function"),
+        (("my_models:",), "names no factory"),
+        (("no_such_module_of_mine:f",), "no_such_module_of_mine cannot be imported (ModuleNotFoundError"),
+        (("my_broken:f",), "my_broken.py:2); correct it, or name another."),
+        (("my_models:absent",), "my_models has no absent; pass the name of a function"),
+        (("my_models:number",), "is a int; pass the name of a function"),
+        (("my_models:broken",), "fails (RuntimeError: no weights, at "),
+        (("my_models:none",), "gives a int; let it return a torch.nn.Module."),
+        (("my_models:hungry",), "missing 1 required positional argument: 'size'"),
+        (("my_models:factory", "--fp8", "int8"), "--fp8 is 'int8'; choose one of delayed, current, block, mxfp8."),
+        (("my_models:factory", "--fp8-keep-blocks", "-1", "0"), "fp8_keep_blocks is (-1, 0)"),
+    ],
+)
+def test_what_leads_to_no_model_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert convert("--model", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fusestep convert: ")
+    assert err.count("\n") == 1
+    assert words in err

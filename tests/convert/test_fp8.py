@@ -1,0 +1,220 @@
+"""Linear layers in FP8: which of them, what they compute with and without a region, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusestep import convert, explain
+from fusestep.convert.linears import FP8Conv1D, FP8Linear
+from fusestep.fp8 import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    fp8_autocast,
+)
+from fusestep.nn import Linear
+from fusestep.optim import FusedAdam
+
+RECIPES = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()]
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer: its weight is (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.1), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def became(report: Any) -> dict[str, str | None]:
+    return {row.path: row.became for row in report.rows}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_the_products_are_those_of_our_linear_layer(recipe: Any, device: Any) -> None:
+    """The same numbers as fusestep.nn.Linear with the same weights: forward, and all gradients."""
+    old, ours = nn.Linear(40, 24).to(device), Linear(40, 24, device=device)
+    ours.load_state_dict(old.state_dict())
+    assert became(convert(nn.ModuleDict({"a": old}), fp8=recipe))["a"] == "FP8Linear"
+    x, dy = torch.randn(3, 5, 40, device=device), torch.randn(3, 5, 24, device=device)
+    results = []
+    for layer in (old, ours):
+        given = x.clone().requires_grad_()
+        with fp8_autocast(recipe=recipe):
+            y = layer(given)
+        y.backward(dy)
+        results.append([y.detach(), given.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert 1e-3 < distance(results[0][0], nn.functional.linear(x, old.weight, old.bias).detach()) < 0.1
+    plain = nn.functional.linear(x, old.weight, old.bias)
+    assert torch.equal(old(x), plain)  # no region: the old product, bit for bit
+
+
+def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
+    layer = Conv1D(24, 40).to(device)
+    reference = Linear(40, 24, device=device)
+    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+    x, dy = torch.randn(7, 40, device=device), torch.randn(7, 24, device=device)
+    plain = layer(x)
+    report = convert(layer, fp8=Float8CurrentScaling())
+    assert isinstance(layer, FP8Conv1D)
+    assert (layer.in_features, layer.out_features) == (40, 24)
+    results = []
+    for module in (layer, reference):
+        given = x.clone().requires_grad_()
+        with fp8_autocast(recipe=Float8CurrentScaling()):
+            y = module(given)
+        y.backward(dy)
+        weight = module.weight.grad
+        results.append([y.detach(), given.grad, weight if module is reference else weight.t(), module.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with fp8_autocast(enabled=False):
+        assert torch.equal(layer(x), plain)
+    report.undo()
+    assert type(layer) is Conv1D
+    assert not hasattr(layer, "in_features")
+
+
+def test_the_models_forward_is_the_region_unless_there_is_one(models: SimpleNamespace) -> None:
+    model = models.Decoder()
+    x = torch.randint(0, 51, (2, 7))
+    plain = model(x)
+    recipe = Float8CurrentScaling()
+    report = convert(model, fp8=recipe)
+    assert became(report)[""] == "FP8Forward"
+    in_fp8 = model(x)
+    assert 1e-3 < distance(in_fp8.detach(), plain.detach()) < 0.2
+    with fp8_autocast(recipe=recipe):
+        assert torch.equal(model(x), in_fp8)
+    with fp8_autocast(enabled=False):
+        assert distance(model(x).detach(), plain.detach()) < 1e-5
+    # Those who look a model's class or signature up find the old ones.
+    assert type(model).__name__ == "Decoder"
+    assert type(model).__module__ == models.Decoder.__module__
+    assert inspect.signature(model.forward) == inspect.signature(models.Decoder().forward)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), in_fp8)
+    assert torch.equal(copy.deepcopy(model)(x), in_fp8)
+    report.undo()
+    assert type(model) is models.Decoder
+    assert torch.equal(model(x), plain)
+
+
+def test_names_in_the_state_dict_stay_also_with_scales_and_copies(models: SimpleNamespace) -> None:
+    model = models.Decoder(layers=1)
+    names = list(model.state_dict())
+    held = {name: set(vars(parameter)) for name, parameter in model.named_parameters()}
+    report = convert(model, fp8=DelayedScaling(amax_history_len=3))
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        tokens = torch.arange(14).reshape(2, 7)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens + 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    layer = model.layers[0].mlp.up_proj
+    assert layer.fp8_state is not None  # scales are there, and not in the state dict
+    assert list(model.state_dict()) == names
+    plain = models.Decoder(layers=1)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    report.undo()
+    assert {name: set(vars(parameter)) for name, parameter in model.named_parameters()} == held
+    assert type(layer) is nn.Linear
+    assert not hasattr(layer, "fp8_state")
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) -> None:
+    model = models.Decoder()
+    model.untied = nn.Linear(32, 51)  # as wide as the vocabulary
+    model.score = nn.Linear(32, 2)
+    model.router = nn.Linear(32, 8)
+    model.lora_A = nn.Linear(32, 4)
+    model.attention = nn.MultiheadAttention(32, 4)
+    model.plain = nn.Linear(32, 32)
+    report = convert(model, fp8=Float8CurrentScaling(), fp8_skip=["layers.*.v_proj", "*.o_proj"])
+    reasons = {row.path: row.reason for row in report.left}
+    assert reasons["lm_head"] == "it shares its weight with an embedding"
+    assert reasons["untied"] == reasons["score"] == "heads stay in the model's dtype"
+    assert reasons["router"] == "routers stay in the model's dtype"
+    assert reasons["lora_A"] == "low-rank adapters stay in the model's dtype"
+    assert "without calling it" in reasons["attention.out_proj"]
+    assert reasons["layers.2.self_attn.v_proj"] == reasons["layers.0.self_attn.o_proj"] == "fp8_skip names it"
+    assert isinstance(model.plain, FP8Linear)
+    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 3 * 5 + 1
+
+
+def test_first_and_last_blocks_by_choice(models: SimpleNamespace) -> None:
+    model = models.Decoder(layers=4)
+    report = convert(model, fp8=Float8CurrentScaling(), fp8_keep_blocks=(1, 2))
+    in_fp8 = {path.split(".")[1] for path, module in model.named_modules() if isinstance(module, FP8Linear)}
+    assert in_fp8 == {"1"}
+    reasons = {row.path: row.reason for row in report.left}
+    assert reasons["layers.0.mlp.up_proj"] == "it is in one of the first 1 blocks"
+    assert reasons["layers.2.mlp.up_proj"] == reasons["layers.3.mlp.up_proj"] == "it is in one of the last 2 blocks"
+
+
+def test_without_being_asked_no_linear_layer_changes(models: SimpleNamespace) -> None:
+    model = models.Decoder()
+    report = convert(model)
+    assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+    assert not any("FP8" in str(row.became) for row in report.rows)
+
+
+def test_a_forward_that_was_replaced_keeps_the_region_to_its_owner() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    model.forward = model.forward  # type: ignore[method-assign]
+    report = convert(model, fp8=Float8CurrentScaling())
+    assert {row.path: row.became for row in report.rows} == {"": None, "0": "FP8Linear"}
+    assert report.left[0].reason.endswith("call it within fusestep.fp8.fp8_autocast(recipe=…) yourself")
+
+
+def test_reset_parameters_is_the_old_classs() -> None:
+    layer = nn.Linear(16, 64)
+    model = nn.Sequential(layer)
+    convert(model, fp8=Float8CurrentScaling())
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(layer.weight, nn.Linear(16, 64).weight)
+
+
+def test_subclasses_and_computed_weights_stay() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(8, 8), torch.nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
+    reasons = [row.reason for row in convert(model, fp8=Float8CurrentScaling()).left]
+    assert reasons == ["Scaled overrides the forward of nn.Linear", "its weight is computed from others"]
+
+
+def test_explain_knows_what_they_run_as(models: SimpleNamespace) -> None:
+    model = models.Decoder(layers=1)
+    convert(model, fp8=Float8CurrentScaling())
+    model(torch.randint(0, 51, (2, 7))).sum().backward()
+    told = {one.path: one for one in explain(model).modules}
+    assert told["layers.0.mlp.up_proj"].kind == "FP8Linear"
+    assert told["layers.0.mlp.up_proj"].implementation == "emulated"
+    assert told["norm"].is_ours
+    assert told["layers.0"].reason.startswith("residual add in post_attention_layernorm")
