@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusestep import hardware
 from fusestep.language import tl, triton
-from fusestep.ops.adam_kernel import _bias_correction, _gate, _keep_counts
+from fusestep.ops.adam_kernel import EXP_AVG_SQ, _bias_correction, _gate, _keep_counts
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
 from fusestep.ops.gradient_norm import LAUNCH, REDUCE_TILE, _accumulate, _combine
 from fusestep.ops.launch import launch
@@ -125,11 +125,11 @@ def _novograd_norm_kernel(
                 offset = at + lanes
                 mask = offset < stop
                 if dim_count != 0:
-                    _, offset = strided_offsets(offset, dims, first_dim, dim_count)
+                    _at, offset = strided_offsets(offset, dims, first_dim, dim_count)
                 g = tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
                 large, middle, small = _accumulate(g, large, middle, small)
                 biggest = tl.maximum(biggest, tl.abs(g))
-            _, group, step = options(rows, tensors, tensor, hyper, steps_before)
+            _lr, group, step = options(rows, tensors, tensor, hyper, steps_before)
             is_max = tl.load(group + 11) != 0.0
             tl.store(partials + tensor + pid, _piece(large, middle, small, biggest, is_max))
             tl.debug_barrier()
@@ -141,7 +141,7 @@ def _novograd_norm_kernel(
                 beta2 = tl.load(group + 3)
                 one_minus_beta2 = tl.load(group + 4)
                 is_first = (step == 0.0) & (tl.load(group + 10) == 0.0)
-                _, _, _, running, _ = pointers(rows, tensors, tensor, gradient, GRADIENT_DTYPE, GRADIENT_DTYPE)
+                running = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(tl.float32))
                 tl.store(
                     running,
                     _running_norm(
