@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
-from fusestep.fp8.held import Part, part_of
+from fusestep.fp8.held import Copies, Part, part_of
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim import FusedAdam
@@ -141,7 +141,7 @@ class TrainStep:
         self._known: list[Any] = []
         self._options: list[Any] = []
         self._rates: list[Any] = []
-        self._relied_on: dict[nn.Parameter, Part] = {}
+        self._relied_on: dict[nn.Parameter, Part[Copies]] = {}
         self._last_was_captured = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -63,10 +63,13 @@ class Copies:
         return _NOTHING
 
 
-class Part(NamedTuple):
+C_co = TypeVar("C_co", bound=Copies, covariant=True)
+
+
+class Part(NamedTuple, Generic[C_co]):
     """What a parameter holds of copies, and its place among the parameters that they are of."""
 
-    copies: Copies
+    copies: C_co
     place: int
 
     def is_current(self, parameter: Tensor) -> bool:
@@ -90,7 +93,7 @@ def give(parameters: Sequence[Tensor], copies: Copies) -> None:
         setattr(parameter, ATTRIBUTE, Part(copies, place))
 
 
-def part_of(parameter: Tensor) -> Part | None:
+def part_of(parameter: Tensor) -> Part[Copies] | None:
     """The part of copies that a module asked for, if one did."""
     part = getattr(parameter, ATTRIBUTE, None)
     return part if isinstance(part, Part) else None

@@ -47,7 +47,7 @@ def first_master(parameter: Tensor) -> Tensor:
     return parameter.dequantize() if initial is None else initial.clone()
 
 
-def part_to_write(parameter: Tensor) -> Part | None:
+def part_to_write(parameter: Tensor) -> Part[Copies] | None:
     """The part of copies that a step of this parameter writes, if any."""
     if isinstance(parameter, Float8Tensor):
         return Part(parameter.copies(), 0)
@@ -76,6 +76,24 @@ class _Weight:
     by_kernel: bool = False
 
 
+@dataclass(frozen=True)
+class _After:
+    """What there is to do after a step of these parameters, worked out once: most steps are alike.
+
+    Attributes:
+        stepped: their places in the plan.
+        written: what kernels have written.
+        halves, halves_to_cast: copies in 16 bits, and those of them that no kernel has written.
+        wholes: weights with copies in FP8, and how many of its parameters were stepped.
+    """
+
+    stepped: list[int]
+    written: list[Tensor]
+    halves: list[tuple[Part[PlainCopies], Tensor]]
+    halves_to_cast: list[int]
+    wholes: list[tuple[_Weight, int]]
+
+
 class PlannedCopies:
     """The copies of a plan's parameters; see the head of this file.
 
@@ -87,8 +105,8 @@ class PlannedCopies:
     def __init__(self, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._weights = weights
-        # By the parameter's place in the plan: copies in 16 bits, with the parameter's place in them, and those in FP8.
-        self._halves: dict[int, tuple[PlainCopies, int]] = {}
+        # By the parameter's place in the plan: its part of copies in 16 bits, and the weight of those in FP8.
+        self._halves: dict[int, Part[PlainCopies]] = {}
         self._in_fp8: dict[int, _Weight] = {}
         by_copies: dict[int, _Weight] = {}
         for i, parameter in enumerate(parameters):
@@ -97,15 +115,17 @@ class PlannedCopies:
                 continue
             copies, place = part
             if isinstance(copies, PlainCopies):
-                self._halves[i] = copies, place
+                self._halves[i] = Part(copies, place)
             elif isinstance(copies, WeightCopies):
                 weight = by_copies.setdefault(id(copies), _Weight(copies, [None] * copies.parts))
                 weight.members[place] = i
                 self._in_fp8[i] = weight
+        self._weights_in_fp8 = list(by_copies.values())
         # What launches write: memory of copies in 16 bits, and parameters with copies in FP8.
         self._launched_halves: dict[int, Tensor] = {}
         self._launched_fp8: set[int] = set()
         self._memory: list[tuple[Float8Tensor | Copies, object]] = []
+        self._after: _After | None = None
 
     # While a plan is built
 
@@ -176,7 +196,7 @@ class PlannedCopies:
 
     def complete(self) -> None:
         """Call once the launches are planned."""
-        owners: list[Float8Tensor | Copies] = [self._halves[i][0] for i in self._launched_halves]
+        owners: list[Float8Tensor | Copies] = [self._halves[i].copies for i in self._launched_halves]
         for i in self._launched_fp8:
             weight, parameter = self._in_fp8[i], self._parameters[i]
             weight.by_kernel = all(m in self._launched_fp8 for m in weight.members)
@@ -192,43 +212,53 @@ class PlannedCopies:
 
     def before_a_step_that_may_be_skipped(self) -> None:
         """Bring 16-bit copies up to date, since the kernel writes none in a step that is skipped."""
-        for i in self._launched_halves:
-            copies, place = self._halves[i]
-            if not Part(copies, place).is_current(self._weights[i]):
-                self._cast_halves([i])
+        stale = [i for i in self._launched_halves if not self._halves[i].is_current(self._weights[i])]
+        self._cast_halves(stale)
 
-    def after_the_step(self, stepped: Sequence[int]) -> None:
+    def after_the_step(self, stepped: list[int]) -> None:
         """Have copies written that no kernel has written, and mark all as current; let torch know what was written.
 
         Args:
             stepped: the parameters that were; a skipped step counts as well, since the device alone knows of it.
         """
+        after = self._after
+        if after is None or after.stepped != stepped:
+            after = self._after = self._sorted(stepped)
+        # Kernels wrote these, which autograd cannot know, nor copies that are not of this step.
+        torch.autograd.graph.increment_version(after.written)
+        self._cast_halves(after.halves_to_cast)
+        for part, parameter in after.halves:
+            part.copies.mark(parameter, part.place)
+        for weight, count in after.wholes:
+            self._finish_fp8(weight, count)
+
+    def _sorted(self, stepped: list[int]) -> _After:
         halves = [i for i in stepped if i in self._halves]
-        wholes: dict[int, list[int]] = {}
+        counts: dict[int, int] = {}
         for i in stepped:
             if i in self._in_fp8:
-                wholes.setdefault(self.whole(i), []).append(i)
-        # Kernels wrote these, which autograd cannot know, nor copies that are not of this step.
+                counts[self.whole(i)] = counts.get(self.whole(i), 0) + 1
+        wholes = [(weight, counts[id(weight)]) for weight in self._weights_in_fp8 if id(weight) in counts]
         written = [self._parameters[i] for i in stepped]
-        written += [memory for i in halves if (memory := self._launched_halves.get(i)) is not None]
-        for members in wholes.values():
-            weight = self._in_fp8[members[0]]
+        written += [self._launched_halves[i] for i in halves if i in self._launched_halves]
+        for weight, _ in wholes:
             if weight.by_kernel:
                 written += _tensors_of(weight.copies.quantized)
-        torch.autograd.graph.increment_version(written)
-        self._cast_halves([i for i in halves if i not in self._launched_halves])
-        for i in halves:
-            copies, place = self._halves[i]
-            copies.mark(self._parameters[i], place)
-        for members in wholes.values():
-            self._finish_fp8(self._in_fp8[members[0]], len(members))
+        return _After(
+            stepped,
+            written,
+            [(self._halves[i], self._parameters[i]) for i in halves],
+            [i for i in halves if i not in self._launched_halves],
+            wholes,
+        )
 
     def _cast_halves(self, members: Sequence[int]) -> None:
         write_plain([(*self._halves[i], self._weights[i]) for i in members])
 
     def _finish_fp8(self, weight: _Weight, stepped: int) -> None:
         """After a step of so many of a weight's parameters."""
-        copies, members = weight.copies, [m for m in weight.members if m is not None]
+        copies = weight.copies
+        members = [m for m in weight.members if m is not None]
         if len(members) < len(weight.members):
             return  # scales are of all parameters, and some are not stepped here
         if not weight.by_kernel or stepped < len(members):
