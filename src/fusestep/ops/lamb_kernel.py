@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -232,9 +233,12 @@ def compilations() -> Iterator[Compilation]:
     """Every combination of dtypes, with and without masters and strides, of both kernels."""
     own = {"partials": "*fp32", "tickets": "*i32", "ratios": "*fp32"}
     before = {name: SHARED_SIGNATURE[name] for name in ("hyper", "steps_before", "divisor", "skip")}
+    of_weights: dict[str, dict[str, Any]] = {}
     for label, constants in signatures():
-        constants = {**constants, "CHUNK": BLOCK}
+        constants["CHUNK"] = BLOCK
         yield compilation(_lamb_moments_kernel, f"moments: {label}", constants, {**before, **own})
-        of_weights = {name: value for name, value in constants.items() if name != "GRADIENT_DTYPE"}
-        what = re.sub(", [a-z0-9]* gradients", "", label)
-        yield compilation(_lamb_weights_kernel, f"weights: {what}", of_weights, {**SHARED_SIGNATURE, "ratios": "*fp32"})
+        # The weights' kernel reads no gradients.
+        without = {name: value for name, value in constants.items() if name != "GRADIENT_DTYPE"}
+        of_weights[re.sub(r", \w* gradients", "", label)] = without
+    for label, constants in of_weights.items():
+        yield compilation(_lamb_weights_kernel, f"weights: {label}", constants, {**SHARED_SIGNATURE, "ratios": "*fp32"})
