@@ -6,7 +6,7 @@ region that there is something to roll; and the steps that torch takes to warm a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,15 +17,15 @@ from fusestep.fp8.state import Slots
 from fusestep.fp8.statistics import states_of
 
 
-def note_replay(model: nn.Module) -> None:
-    """Tell the region that this thread is in that a graph of the model's forward recorded amaxes, as its modules would.
+def note_replay(states: Iterable[Slots]) -> None:
+    """Tell the region that this thread is in that a graph recorded amaxes in these states, as their modules would.
 
     Does nothing outside of a region, and where the region belongs to evaluation.
     """
     region = context.current()
     if region is None or not torch.is_grad_enabled():
         return
-    for _, state in states_of(model):
+    for state in states:
         region.pending.add(state, region.group)
 
 

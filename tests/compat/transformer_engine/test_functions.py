@@ -183,53 +183,144 @@ def test_without_a_gpu_graphed_modules_are_the_modules(te: ModuleType, caplog: p
         te.make_graphed_callables(layer, (torch.randn(2, 4),), enabled=True, fp8_enabled=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [None, "DelayedScaling", "Float8CurrentScaling"])
-def test_graphed_modules_train_as_the_modules_do(te: ModuleType, recipe: ModuleType, name: str | None) -> None:
-    """Bit for bit, scaling state too, with gradient accumulation, evaluation in between, and keyword arguments."""
-    chosen = None if name is None else getattr(recipe, name)()
-    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd"}
-    eager = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, **options)
-    graphed = te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, **options)
+class Block(torch.nn.Module):
+    """Deterministic to the bit, with a keyword argument that is a tensor and one that is none."""
+
+    def __init__(self, te: ModuleType, device: str) -> None:
+        super().__init__()
+        self.first = te.LayerNormLinear(32, 48, device=device)
+        self.second = te.LayerNormMLP(48, 64, activation="relu", device=device)
+
+    def forward(
+        self, x: Tensor, *, factor: Tensor, twice: bool = False, is_first_microbatch: bool | None = None
+    ) -> Any:
+        y = self.second(self.first(x, is_first_microbatch), is_first_microbatch) * factor
+        return y + y if twice else y
+
+
+def check_graphed_training(te: ModuleType, chosen: Any, device: str) -> None:
+    """A graphed module beside the module, bit for bit, with accumulation, evaluation and other arguments in between."""
+    eager, graphed = Block(te, device), Block(te, device)
     graphed.load_state_dict(eager.state_dict())
-    sample = torch.randn(2, 24, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    mask = torch.zeros(2, 1, 1, 24, device="cuda", dtype=torch.bool)
-    call = {"attention_mask": mask, "self_attn_mask_type": "padding_causal"}
-    stream: list[str] = []
-    made = te.make_graphed_callables(
-        graphed, (sample,), sample_kwargs=call, enabled=chosen is not None, recipe=chosen,
-        pre_warmup_hook=lambda: stream.append("before"), post_warmup_hook=lambda: stream.append("after"),
-    )  # fmt: skip
-    assert made is graphed
-    assert stream == ["before", "after"]
-    assert all(parameter.grad is None for parameter in graphed.parameters())
-    optimizers = [te.optimizers.FusedAdam(m.parameters(), lr=0.01, master_weights=True) for m in (eager, graphed)]
-    for step in range(4):
-        batches = [torch.randn(2, 24, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+    def step(model: Block, number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
         found = []
-        for model, optimizer in zip((eager, graphed), optimizers, strict=True):
-            optimizer.zero_grad()
-            outputs = []
-            for number, batch in enumerate(batches):
-                x = batch.clone().requires_grad_()
-                with te.autocast(chosen is not None, recipe=chosen):
-                    y = model(x, **call, is_first_microbatch=number == 0 if step > 2 else None)
-                y.float().square().mean().backward()
-                outputs += [y.detach().clone(), x.grad.clone()]
-            with torch.no_grad(), te.autocast(chosen is not None, recipe=chosen):
-                outputs.append(
-                    model(batches[0][:1] * 100, attention_mask=mask[:1], self_attn_mask_type="padding_causal")
-                )
-            outputs += [p.grad.clone() for p in model.parameters()]
-            optimizer.step()
-            found.append(outputs)
-        if step <= 2:  # weights kept from the first micro-batch have another scale than a graph's fresh casts
-            for one, other in zip(*found, strict=True):
-                assert torch.equal(one, other), step
-    if name == "DelayedScaling":
-        ours, theirs = (m.layernorm_mlp.fp8_meta["scaling_fwd"] for m in (eager, graphed))
-        assert float(ours.scale[0]) != 1.0
-        torch.testing.assert_close(theirs.amax_history, ours.amax_history, rtol=0.02, atol=0)
+        model.zero_grad()
+        for twice in (False, False, True):
+            x = torch.randn(5, 32, generator=generator).to(device).requires_grad_()
+            with te.autocast(chosen is not None, recipe=chosen):
+                y = model(x, factor=torch.tensor(number + 0.5, device=device), twice=twice)
+            y.square().mean().backward()
+            found += [y.detach().clone(), x.grad.clone()]
+        with torch.no_grad(), te.autocast(chosen is not None, recipe=chosen):
+            found.append(
+                model(torch.full((2, 32), 100.0, device=device).cumsum(1), factor=torch.ones((), device=device))
+            )
+        found += [p.grad.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        return found
+
+    for model in (eager, graphed):  # some training before the capture
+        step(model, 0)
+    calls: list[str] = []
+    made = te.make_graphed_callables(
+        graphed,
+        (torch.randn(5, 32, device=device, requires_grad=True),),
+        sample_kwargs={"twice": False, "factor": torch.ones((), device=device), "is_first_microbatch": True},
+        enabled=chosen is not None,
+        recipe=chosen,
+        pre_warmup_hook=lambda: calls.append("before"),
+        post_warmup_hook=lambda: calls.append("after"),
+    )
+    assert made is graphed
+    assert calls == ["before", "after"]
+    assert set(graphed.state_dict()) == set(eager.state_dict())
+    for number in range(1, 5):
+        for one, other in zip(step(eager, number), step(graphed, number), strict=True):
+            assert torch.equal(one, other), number
+    if chosen is not None and chosen.delayed():
+        for part in ("first", "second"):
+            ours, theirs = (getattr(m, part).fp8_meta for m in (eager, graphed))
+            for direction in ("scaling_fwd", "scaling_bwd"):
+                assert torch.equal(ours[direction].scale, theirs[direction].scale)
+                assert torch.equal(ours[direction].amax_history, theirs[direction].amax_history)
+    graphed.eval(), eager.eval()
+    x, factor = torch.randn(5, 32, device=device), torch.ones((), device=device)
+    assert torch.equal(graphed(x, factor=factor), eager(x, factor=factor))
+
+
+NAMES = [None, "DelayedScaling", "Float8CurrentScaling"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_surrounds_a_graph(
+    te: ModuleType, recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """On a CPU, with stand-ins for capture and replay: a replay computes where no region of this thread hears of it."""
+    import threading
+
+    import transformer_engine.pytorch.graph as module
+
+    chosen = None if name is None else getattr(recipe, name)()
+    replays: list[int] = []
+
+    def capture(callables: Any, samples: Any, num_warmup_iters: int, **_: Any) -> Any:
+        for one, sample in zip(callables, samples, strict=True):
+            forward = one.forward
+            for _ in range(num_warmup_iters):
+                torch.autograd.grad(forward(*sample).sum(), [t for t in sample if t.requires_grad])
+
+            def replay(*tensors: Tensor, forward: Any = forward) -> Any:
+                replays.append(1)
+                result = []
+
+                def run() -> None:
+                    with torch.enable_grad(), te.autocast(chosen is not None, recipe=chosen):
+                        result.append(forward(*tensors))
+
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+                return result[0]
+
+            one.forward = replay
+        return callables
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    monkeypatch.setattr(module, "_on_cuda", lambda *_: True)
+    check_graphed_training(te, chosen, "cpu")
+    assert len(replays) == 4 * 2  # not where an argument was another one, without gradients, or in evaluation
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_graphed_modules_train_as_the_modules_do(te: ModuleType, recipe: ModuleType, name: str | None) -> None:
+    check_graphed_training(te, None if name is None else getattr(recipe, name)(), "cuda")
+
+
+@pytest.mark.gpu
+def test_graphed_layers_learn(te: ModuleType, recipe: ModuleType) -> None:
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd"}
+    layers = tuple(te.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, **options) for _ in range(2))
+    x = torch.randn(4, 24, 64, device="cuda", dtype=torch.bfloat16)
+    chosen = recipe.DelayedScaling(amax_history_len=4)
+    samples = tuple((x.clone().requires_grad_(),) for _ in layers)
+    te.make_graphed_callables(layers, samples, fp8_enabled=True, fp8_recipe=chosen, fp8_weight_caching=True)
+    optimizer = te.optimizers.FusedAdam([p for one in layers for p in one.parameters()], lr=1e-2, master_weights=True)
+    losses = []
+    for _ in range(8):
+        with te.autocast(recipe=chosen):
+            loss = layers[1](layers[0](x, is_first_microbatch=True)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    scale = layers[0].layernorm_mlp.fp8_meta["scaling_fwd"].scale
+    assert bool((scale[[0, 1, 3, 4]] != 1).all())
 
 
 @pytest.mark.gpu

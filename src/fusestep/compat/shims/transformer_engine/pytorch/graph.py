@@ -13,6 +13,8 @@ from fusestep import dispatch, refresh
 from fusestep.compat.report import served
 from fusestep.errors import UserError
 from fusestep.fp8.replay import kept_state, note_replay
+from fusestep.fp8.state import Slots
+from fusestep.fp8.statistics import states_of
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._arguments import PACKAGE, one_of, refuse
 from transformer_engine.pytorch.quantization import autocast
@@ -118,6 +120,7 @@ def make_graphed_callables(
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.register_hook(torch.clone)
+        one.states = [state for _, state in states_of(module)]
         module.forward = one.replay
     return modules
 
@@ -148,6 +151,7 @@ class _Graphed(nn.Module):
         self.args, self.kwargs = tuple(args), dict(sorted(kwargs.items()))
         self.sample, _ = _tensors_and_rest(self.args, self.kwargs)
         self.training = module.training
+        self.states: list[Slots] = []
 
     def forward(self, *tensors: Tensor) -> Any:
         """The module's own forward; torch replaces this by the replay."""
@@ -166,7 +170,7 @@ class _Graphed(nn.Module):
         is_as_captured = self.module.training == self.training and torch.is_grad_enabled()
         if not is_as_captured or rest != _tensors_and_rest(self.args, self.kwargs)[1]:
             return self.original(*args, **kwargs)
-        note_replay(self.module)
+        note_replay(self.states)
         return self(*tensors)
 
 
