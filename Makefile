@@ -21,7 +21,7 @@ help: ## list the targets (this)
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	@tools/setup.sh $(VENV)
 
-.PHONY: setup demo test bench figures
+.PHONY: setup demo test bench figures drop-in-tables
 setup: $(READY) ## make the virtual environment .venv; every other target does it by itself
 	@echo "$(VENV) is ready."
 
@@ -33,6 +33,9 @@ test: $(READY) ## run the tests, then the kernels through Triton's interpreter; 
 
 bench: $(READY) ## time the kernels against the copy's speed and their peers (needs a GPU)
 	@$(PYTHON_IN_VENV) -m benchmarks $(ARGS)
+
+drop-in-tables: $(READY) ## write the tables of Apex's and Transformer Engine's names in docs/ from the shims
+	@$(PYTHON_IN_VENV) tools/drop_in_tables.py $(ARGS)
 
 figures: $(READY) ## write the README's figures from benchmarks/results/
 	@$(PYTHON_IN_VENV) tools/figures.py

@@ -27,6 +27,9 @@ SHIMS = ROOT / "src" / "fusestep" / "compat" / "shims"
 #: The pages, and the package that each is about.
 PAGES = {"apex.md": "apex", "transformer-engine.md": "transformer_engine"}
 
+#: Modules that a package brings beside itself. The names of a table without a module are whole as they are.
+BESIDE = {"apex": {"amp_C": "amp_C", "apex_C": "apex_C", "": "apex._extensions"}}
+
 _MARKED = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
@@ -37,13 +40,15 @@ def modules_of(package: str) -> Iterator[tuple[str, ModuleType]]:
     for info in pkgutil.walk_packages(found.__path__, f"{package}."):
         if not any(part.startswith("_") for part in info.name.split(".")):
             yield info.name, importlib.import_module(info.name)
+    for name, path in BESIDE.get(package, {}).items():
+        yield name, importlib.import_module(path)
 
 
 def served(package: str) -> str:
     """A row for each object, under the shortest of its paths; aliases share it."""
     rows: dict[int, tuple[list[str], str]] = {}
     for module_name, module in modules_of(package):
-        for name in module.__all__:
+        for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             if isinstance(value, ModuleType) or name.startswith("__"):
                 continue
@@ -78,7 +83,7 @@ def refused(package: str) -> str:
     rows: dict[str, tuple[str, str, bool]] = {}
     for module_name, module in modules_of(package):
         for name, (instead, planned) in getattr(module, "NOT_SERVED", {}).items():
-            rows.setdefault(name, (f"{module_name}.{name}", instead, planned))
+            rows.setdefault(name, (f"{module_name}.{name}".removeprefix("."), instead, planned))
     lines = ["| name | instead | planned |", "| --- | --- | --- |"]
     for path, instead, planned in sorted(rows.values(), key=lambda row: row[0].lower()):
         lines.append(f"| `{path}` | {cell(instead)} | {'yes' if planned else 'no'} |")

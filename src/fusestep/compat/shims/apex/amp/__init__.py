@@ -4,13 +4,13 @@ New code is shorter with torch's own: `with torch.autocast("cuda", dtype=torch.b
 torch.float16 with torch.amp.GradScaler.
 """
 
-from apex.amp._amp_state import _amp_state, master_params
+from apex.amp._amp_state import _amp_state as _amp_state  # scripts read its loss_scalers
+from apex.amp._amp_state import master_params
 from apex.amp.frontend import initialize, load_state_dict, state_dict
 from apex.amp.handle import disable_casts, scale_loss
 from fusestep.compat.names import module_getattr
 
 __all__ = [
-    "_amp_state",
     "disable_casts",
     "initialize",
     "load_state_dict",

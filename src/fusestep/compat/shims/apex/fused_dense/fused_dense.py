@@ -45,19 +45,19 @@ def fused_dense_gelu_dense_function(
 
 
 class FusedDenseFunc:
-    """What code calls as an autograd.Function."""
+    """`apply` is fused_dense_function."""
 
     apply = staticmethod(fused_dense_function)
 
 
 class DenseNoBiasFunc:
-    """What code calls as an autograd.Function."""
+    """`apply` is dense_no_bias_function."""
 
     apply = staticmethod(dense_no_bias_function)
 
 
 class FusedDenseGeluDenseFunc:
-    """What code calls as an autograd.Function."""
+    """`apply` is fused_dense_gelu_dense_function."""
 
     apply = staticmethod(fused_dense_gelu_dense_function)
 

@@ -39,7 +39,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MlpFunction:
-    """What code calls as an autograd.Function."""
+    """`apply` is mlp_function."""
 
     apply = staticmethod(mlp_function)
 

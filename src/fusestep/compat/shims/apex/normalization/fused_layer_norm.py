@@ -170,6 +170,8 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
 
 
 class FusedLayerNormAffineFunction:
+    """`apply` is fused_layer_norm_affine."""
+
     @staticmethod
     def apply(
         input: Tensor,
@@ -183,6 +185,8 @@ class FusedLayerNormAffineFunction:
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
+    """`apply` is mixed_dtype_fused_layer_norm_affine."""
+
     @staticmethod
     def apply(
         input: Tensor,
@@ -196,12 +200,16 @@ class FusedLayerNormAffineMixedDtypesFunction:
 
 
 class FusedLayerNormFunction:
+    """`apply` is fused_layer_norm."""
+
     @staticmethod
     def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
         return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
 
 
 class FusedRMSNormAffineFunction:
+    """`apply` is fused_rms_norm_affine."""
+
     @staticmethod
     def apply(
         input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
@@ -210,6 +218,8 @@ class FusedRMSNormAffineFunction:
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
+    """`apply` is mixed_dtype_fused_rms_norm_affine."""
+
     @staticmethod
     def apply(
         input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
@@ -218,6 +228,8 @@ class FusedRMSNormAffineMixedDtypesFunction:
 
 
 class FusedRMSNormFunction:
+    """`apply` is fused_rms_norm."""
+
     @staticmethod
     def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
         return fused_rms_norm(input, normalized_shape, eps, memory_efficient)

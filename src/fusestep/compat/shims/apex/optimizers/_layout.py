@@ -40,6 +40,7 @@ class ApexOptimizer(Base):
     """Mixed into each of fusestep's optimizers.
 
     Attributes:
+        SERVED_BY: the fusestep class behind it.
         group_options: the options that Apex keeps in groups, and so saves.
         counts_steps: whether Apex counts steps.
         saves_tensors: whether Apex keeps `step` and `lr` of its groups on the device, also when not capturable.
@@ -48,6 +49,7 @@ class ApexOptimizer(Base):
         set_grad_none: what zero_grad does when it is not told: gradients become None, or 0.
     """
 
+    SERVED_BY: ClassVar[str]
     group_options: ClassVar[tuple[str, ...]]
     counts_steps: ClassVar[bool] = True
     saves_tensors: ClassVar[bool] = False
@@ -60,14 +62,13 @@ class ApexOptimizer(Base):
         self.set_grad_none = set_grad_none
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("apex.optimizers."))
         name = f"apex.optimizers.{kind.__name__}"
-        ours = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("fusestep.optim")).__name__
-        served(name, f"fusestep.optim.{ours}")
+        served(name, self.SERVED_BY)
 
         def tell(*_: Any) -> None:
             """At the first step, since parameters may go to a device after the optimizer was made."""
             first = next((p for group in self.param_groups for p in group["params"]), None)
             if first is not None:
-                served(name, f"fusestep.optim.{ours}, {choice(self.op, first).implementation}")
+                served(name, f"{self.SERVED_BY}, {choice(self.op, first).implementation}")
             handle.remove()
 
         handle = self.register_step_pre_hook(tell)

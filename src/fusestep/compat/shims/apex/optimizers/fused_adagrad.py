@@ -19,6 +19,7 @@ class FusedAdagrad(ApexOptimizer, optim.FusedAdagrad):
     Args: as of Apex. master_weights, fusestep's: fp32 copies of 16-bit parameters.
     """
 
+    SERVED_BY = "fusestep.optim.FusedAdagrad"
     group_options = ("lr", "eps", "weight_decay")
     counts_steps = False
     op = "adagrad"

@@ -23,6 +23,7 @@ class FusedAdam(ApexOptimizer, optim.FusedAdam):
     Args: as of Apex. amsgrad=True raises, as there.
     """
 
+    SERVED_BY = "fusestep.optim.FusedAdam"
     group_options = ("lr", "bias_correction", "betas", "eps", "weight_decay")
     op = "adam"
 

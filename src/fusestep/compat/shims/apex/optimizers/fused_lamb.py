@@ -23,6 +23,7 @@ class FusedLAMB(ApexOptimizer, optim.FusedLAMB):
     Args: as of Apex. amsgrad=True raises, as there. master_weights, fusestep's: fp32 copies of 16-bit parameters.
     """
 
+    SERVED_BY = "fusestep.optim.FusedLAMB"
     group_options = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
     op = "lamb"
 

@@ -28,6 +28,7 @@ class FusedMixedPrecisionLamb(ApexOptimizer, optim.FusedLAMB):
         reduced_precision_dtype: without effect; every 16-bit parameter has a master.
     """
 
+    SERVED_BY = "fusestep.optim.FusedLAMB"
     group_options = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
     saves_tensors = True
     op = "lamb"

@@ -30,6 +30,7 @@ class FusedNovoGrad(ApexOptimizer, optim.FusedNovoGrad):
         copies of 16-bit parameters.
     """
 
+    SERVED_BY = "fusestep.optim.FusedNovoGrad"
     group_options = (
         "lr",
         "bias_correction",

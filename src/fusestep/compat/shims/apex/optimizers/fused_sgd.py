@@ -22,6 +22,7 @@ class FusedSGD(ApexOptimizer, optim.FusedSGD):
         fusestep's: fp32 copies of 16-bit parameters.
     """
 
+    SERVED_BY = "fusestep.optim.FusedSGD"
     group_options = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     counts_steps = False
     op = "sgd"

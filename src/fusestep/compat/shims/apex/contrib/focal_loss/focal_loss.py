@@ -55,7 +55,7 @@ def focal_loss(
 
 
 class FocalLoss:
-    """What code calls as an autograd.Function."""
+    """`apply` is focal_loss."""
 
     @staticmethod
     def apply(

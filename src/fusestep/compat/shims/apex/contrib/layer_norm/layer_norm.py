@@ -12,7 +12,7 @@ __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 
 
 class FastLayerNormFN:
-    """What code calls as an autograd.Function."""
+    """`apply` is the module's function."""
 
     @staticmethod
     def apply(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, memory_efficient: bool = False) -> Tensor:

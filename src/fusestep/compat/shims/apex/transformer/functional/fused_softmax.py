@@ -47,13 +47,13 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
 
 
 class ScaledMaskedSoftmax:
-    """What code calls as an autograd.Function."""
+    """`apply` is scaled_masked_softmax."""
 
     apply = staticmethod(scaled_masked_softmax)
 
 
 class ScaledUpperTriangMaskedSoftmax:
-    """What code calls as an autograd.Function."""
+    """`apply` is scaled_upper_triang_masked_softmax."""
 
     @staticmethod
     def apply(inputs: Tensor, scale: float) -> Tensor:
