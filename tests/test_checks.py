@@ -15,10 +15,10 @@ import pytest
 
 import check_triton36
 import forbidden_calls
+import fusestep
 import large_files
 import run_tests
 from fusestep.language import tl, triton
-import fusestep
 from fusestep.ops.registry import Compilation, load_catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
