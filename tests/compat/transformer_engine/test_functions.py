@@ -214,9 +214,8 @@ def check_graphed_training(te: ModuleType, chosen: Any, device: str) -> None:
             y.square().mean().backward()
             found += [y.detach().clone(), x.grad.clone()]
         with torch.no_grad(), te.autocast(chosen is not None, recipe=chosen):
-            found.append(
-                model(torch.full((2, 32), 100.0, device=device).cumsum(1), factor=torch.ones((), device=device))
-            )
+            wide = torch.full((5, 32), 100.0, device=device).cumsum(1)
+            found.append(model(wide, factor=torch.ones((), device=device), twice=False).clone())
         found += [p.grad.clone() for p in model.parameters()]
         with torch.no_grad():
             for p in model.parameters():
