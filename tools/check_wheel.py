@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def check_contents(wheel: Path) -> None:
     """The wheel holds the package, its types, its licence, and no more."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+        metadata = archive.read(next(name for name in names if re.fullmatch(r"[^/]+/METADATA", name))).decode()
     # Among the sources are the metadata of the shims, by which pip takes apex and transformer_engine for installed.
     files = [path for pattern in ("*.py", "shims/*.dist-info/*") for path in (ROOT / "src").rglob(pattern)]
     sources = {str(path.relative_to(ROOT / "src")) for path in files} | {"fusestep/py.typed"}
