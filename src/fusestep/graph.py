@@ -40,7 +40,7 @@ from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.held import Copies, Part, part_of
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn.fp8_module import FP8Module
-from fusestep.optim import FusedAdam
+from fusestep.optim.base import FusedOptimizer
 
 logger = logging.getLogger("fusestep")
 
@@ -89,11 +89,12 @@ class TrainStep:
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
             must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
             no graph can hold.
-        optimizer: FusedAdam (made `capturable` if it is not), or any whose step does not wait for the device:
-            torch.optim.AdamW(capturable=True) and the like. Its gradients are None after a call.
+        optimizer: one of fusestep.optim (made `capturable` if it is not), or any whose step does not wait for the
+            device: torch.optim.AdamW(capturable=True) and the like. Its gradients are None after a call.
         autocast: the dtype of torch.autocast around loss_fn, None for none.
         fp8_recipe: of fusestep.fp8.fp8_autocast around loss_fn, None for none. loss_fn may have regions of its own.
-        scaler: a torch.amp.GradScaler. One that is enabled needs an optimizer which unscales by itself (FusedAdam).
+        scaler: a torch.amp.GradScaler. One that is enabled needs an optimizer which unscales by itself, as
+            those of fusestep.optim do.
         accumulate: micro-batches a step. The tensors of a batch are cut along dimension 0 into as many parts, the loss
             is the mean of theirs.
         before: called first in each step, as part of the graph, for example to write a learning rate that follows
@@ -249,7 +250,7 @@ class TrainStep:
             reason = f"CUDA graphs run on CUDA devices, the model is on {self.device.type}"
         elif not hardware.cuda_support().ok:
             reason = hardware.cuda_support().reason
-        elif isinstance(self.optimizer, FusedAdam):
+        elif isinstance(self.optimizer, FusedOptimizer):
             self.optimizer.capturable = True
             for group in (self.optimizer.defaults, *self.optimizer.param_groups):
                 group["capturable"] = True
