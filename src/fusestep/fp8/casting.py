@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import (
     DelayedScaling,
@@ -31,6 +32,7 @@ from fusestep.ops.activation import activation_backward, activation_forward, run
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
 from fusestep.ops.norm_quantize import norm_quantize
+from fusestep.ops.planned_product import PlannedProduct, fits
 from fusestep.ops.quantize import _cast as cast
 from fusestep.ops.quantize_pair import PairPlan, plan_pair
 from fusestep.ops.quantize_plan import CastPlan, check_quantize, plan_cast, runs_kernels
@@ -98,6 +100,21 @@ class Casts:
         """
         return self.input(x, indices[0], columnwise[0]), self.weight(weight, indices[1], columnwise[1])
 
+    def planned_product(
+        self,
+        x: Tensor,  # noqa: ARG002
+        weight: Tensor,  # noqa: ARG002
+        bias: Tensor | None,  # noqa: ARG002
+        indices: tuple[int, int],  # noqa: ARG002
+        columnwise: tuple[bool, bool],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PlannedProduct | None:
+        """What casts and multiplies x (rows, in) and a weight (out, in) at once, or None where nothing does.
+
+        Args: bias (out,) or None; indices, columnwise: of x and of the weight; dtype: of the output.
+        """
+        return None
+
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         """Cast name(h); h (rows, columns), twice as many columns if the activation is gated."""
         raise NotImplementedError
@@ -154,6 +171,7 @@ class _TensorwiseCasts(Casts):
         super().__init__(recipe)
         self._plans: dict[tuple[Any, ...], CastPlan] = {}
         self._pairs: dict[tuple[Any, ...], PairPlan | None] = {}
+        self._products: dict[tuple[Any, ...], PlannedProduct | None] = {}
 
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
         """The slots of a cast that no plan makes, and its place in them."""
@@ -172,33 +190,58 @@ class _TensorwiseCasts(Casts):
         self, x: Tensor, weight: Tensor, indices: tuple[int, int], columnwise: tuple[bool, bool]
     ) -> tuple[Quantized, Quantized]:
         if runs_kernels(x) and is_plain(weight):
-            key = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype)
-            key = (key, indices, columnwise)
-            pair = self._pairs.get(key, self)
-            if pair is self:
-                pair = self._first_pair(key, x, weight, indices, columnwise)
+            layouts = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype)
+            key = (layouts, indices, columnwise)
+            if key not in self._pairs:
+                if len(self._pairs) >= MOST_PLANS:
+                    self._pairs.clear()
+                self._pairs[key] = self._first_pair(x, weight, indices, columnwise)
+            pair = self._pairs[key]
             if pair is not None:
                 return pair(x, weight, self.slots, self.counts)
         return self.input(x, indices[0], columnwise[0]), self.input(weight, indices[1], columnwise[1])
 
+    def planned_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        indices: tuple[int, int],
+        columnwise: tuple[bool, bool],
+        dtype: torch.dtype,
+    ) -> PlannedProduct | None:
+        if not (runs_kernels(x) and is_plain(weight) and dispatch.multiplies_fp8("scaled_mm", x.device)):
+            return None
+        key = (
+            *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype),
+            None if bias is None else (bias.dtype, bias.stride()),
+            *(indices, columnwise, dtype),
+        )
+        product = self._products.get(key)
+        if product is None and key not in self._products:
+            if fits(x, weight, bias, dtype):
+                pair = self._first_pair(x, weight, indices, columnwise, right=True)
+                product = None if pair is None else PlannedProduct(pair, dtype, x.dtype, weight.dtype)
+            if len(self._products) >= MOST_PLANS:
+                self._products.clear()
+            self._products[key] = product
+        return product
+
     def _first_pair(
         self,
-        key: tuple[Any, ...],
         x: Tensor,
         weight: Tensor,
         indices: tuple[int, int],
         columnwise: tuple[bool, bool],
+        right: bool = False,
     ) -> PairPlan | None:
-        """The plan of casting both, which is kept; None where each is cast by itself."""
+        """The plan of casting both; None where each is cast by itself."""
         scaling = (self.record, self.margin, self.power_of_two)
         for matrix, index, transposed in zip((x, weight), indices, columnwise, strict=True):
             options = (self.slots, index, self.forward_dtype, True, transposed, *scaling, self.counts, False)
             check_quantize(matrix, None, "", *options)
-        pair = plan_pair(x, weight, indices, self.forward_dtype, columnwise, self.slots is not None, *scaling)
-        if len(self._pairs) >= MOST_PLANS:
-            self._pairs.clear()
-        self._pairs[key] = pair
-        return pair
+        has_slots = self.slots is not None
+        return plan_pair(x, weight, indices, self.forward_dtype, columnwise, has_slots, *scaling, right=right)
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         key = (index, columnwise, h.shape, h.stride(), h.dtype, h.device, name)
@@ -273,11 +316,14 @@ class _TensorwiseCasts(Casts):
         sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
         """Cast x, or name(x), or the gradient of h from x, that of name(h); keep the plan, if kernels do it."""
-        options = (self.record, self.margin, self.power_of_two, self.counts)
-        of = (dtype, rowwise, columnwise)
-        plan = plan_cast(x, h, name, self.slots, index, *of, *options, sums_dtype) if runs_kernels(x) else None
+        options = (self.record, self.margin, self.power_of_two)
+        what, of = (x, h, name), (dtype, rowwise, columnwise)
+        plan = None
+        if runs_kernels(x):
+            plan = plan_cast(*what, self.slots, index, *of, *options, self.counts, sums_dtype)
         if plan is None:
-            quantized, sums = cast(x, h, name, *self._slots(index, x), *of, *options, sums_dtype is not None)
+            slots, place = self._slots(index, x)
+            quantized, sums = cast(*what, slots, place, *of, *options, self.counts, sums_dtype is not None)
             return quantized, None if sums is None else sums.to(sums_dtype)
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()

@@ -61,6 +61,9 @@ class Pending:
         self._recorded = {}
 
     def _roll_all(self, recorded: dict[Reference, Any]) -> None:
+        if not any(recorded.values()):
+            self._roll([state for reference in recorded if (state := reference()) is not None])
+            return
         by_group: dict[Any, list[Slots]] = {}
         for reference, group in recorded.items():
             state = reference()
@@ -79,7 +82,8 @@ class Pending:
         return members
 
     def _roll(self, states: list[Slots]) -> None:
-        states.sort(key=attrgetter("number"))
+        if len(states) > 1:
+            states.sort(key=attrgetter("number"))
         numbers = tuple([state.number for state in states])
         plan = self._plans.get(numbers)
         if plan is None:

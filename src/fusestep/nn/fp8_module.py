@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ _TRANSIENT: dict[str, Any] = {"_region": None, "_recipe": None, "_casts": None, 
 _TRANSIENT["_has_unrolled"] = False
 
 Initialiser = Callable[[Tensor], Any]
+_is_leaf = attrgetter("is_leaf")
 
 
 class FP8Module(nn.Module):
@@ -204,20 +205,14 @@ class FP8Module(nn.Module):
         columnwise: tuple[bool, bool],
         first: bool | None,
     ) -> tuple[Quantized, Quantized]:
-        """Both operands of a product forward: x (rows, in), and the weight as `_quantized_weight` finds it.
+        """Both operands of a product forward where `_known_weight` knows none: x (rows, in), and the weight (out, in).
 
-        Args: indices, columnwise: of x and of the weight.
+        Args: indices, columnwise: of x and of the weight; the others as of `_quantized_weight`.
         """
-        x_columnwise, transposed = columnwise
-        known = self._known_weight(weight, sources, indices[1], casts, grad, transposed, first)
-        if known is not None:
-            return casts.input(x, indices[0], x_columnwise), known
-        if first is None:
-            return casts.operands(x, _whole(weight, sources), indices, columnwise)
-        kept = self._keeps(grad)
-        both = casts.operands(x, _whole(weight, sources), indices, (x_columnwise, transposed or kept))
-        if kept:
-            self._keep_weight(both[1], sources, indices[1])
+        if first is None or not self._keeps(grad):
+            return casts.operands(x, weight, indices, columnwise)
+        both = casts.operands(x, weight, indices, (columnwise[0], True))
+        self._keep_weight(both[1], sources, indices[1])
         return both
 
     def _quantized_weight(
@@ -246,7 +241,7 @@ class FP8Module(nn.Module):
         quantized = self._known_weight(weight, sources, index, casts, grad, transposed, first)
         if quantized is None:
             kept = first is not None and self._keeps(grad)
-            quantized = casts.weight(_whole(weight, sources), index, columnwise=transposed or kept)
+            quantized = casts.weight(whole(weight, sources), index, columnwise=transposed or kept)
             if kept:
                 self._keep_weight(quantized, sources, index)
         return quantized
@@ -275,7 +270,7 @@ class FP8Module(nn.Module):
                 quantized: Quantized = kept[0]
                 return quantized
         # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
-        if grad and not is_counting() and all([source.is_leaf for source in sources]):
+        if grad and not is_counting() and all(map(_is_leaf, sources)):
             copies = self._copies_of(sources, index, casts, transposed)
             if copies.is_current(*sources):
                 return copies.quantized
@@ -451,7 +446,7 @@ class FP8Module(nn.Module):
         self.__dict__["_has_unrolled"] = True
 
 
-def _whole(weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+def whole(weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     """A weight, put together where it is several parameters; within a Function, so no gradient passes here."""
     return weight if len(sources) == 1 or torch.compiler.is_compiling() else torch.cat(sources)
 

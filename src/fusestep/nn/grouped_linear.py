@@ -157,6 +157,17 @@ class _Shifted:
     ) -> tuple[Quantized, Tensor | None]:
         return self._casts.gradient(dy, self._offset + index, rowwise, columnwise, sums_dtype)
 
+    def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
+        return self._casts.input(x, self._offset + index, columnwise)
+
+    def planned_product(self, *_: Any) -> None:
+        """The layers are cast one by one."""
+
+    def _known_weight(
+        self, weight: Tensor, sources: tuple[Tensor, ...], index: int, _casts: Any, *options: Any
+    ) -> Quantized | None:
+        return self._module._known_weight(weight, sources, self._offset + index, self._casts, *options)
+
     def _quantized_operands(
         self,
         x: Tensor,

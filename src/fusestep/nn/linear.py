@@ -24,7 +24,7 @@ from fusestep.fp8.casting import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
-from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
+from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply, whole
 from fusestep.nn.operands import plain_operands, stand_in
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.scaled_mm import multiply
@@ -194,14 +194,30 @@ class _Linear(torch.autograd.Function):
         module, casts, sources, grad, first = call
         x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        columnwise = grad and weight_needed, grad and x_needed
-        q_x, q_weight = module._quantized_operands(rows, weight, sources, _OPERANDS, casts, grad, columnwise, first)
-        y = forward_product(casts, q_x, q_weight, bias, activation_dtype(x))
+        x_columnwise, transposed = columnwise = grad and weight_needed, grad and x_needed
+        dtype = activation_dtype(x)
+        product = None
+        known = module._known_weight(weight, sources, WEIGHT, casts, grad, transposed, first)
+        if known is None:
+            weight = whole(weight, sources)
+            if first is None:
+                product = casts.planned_product(rows, weight, bias, _OPERANDS, columnwise, dtype)
+        if product is not None:
+            y, kept = product.forward(rows, weight, bias, casts.slots, casts.counts)
+        else:
+            if known is not None:
+                q_x = casts.input(rows, INPUT, x_columnwise)
+            else:
+                of = (weight, sources, _OPERANDS, casts, grad, columnwise, first)
+                q_x, known = module._quantized_operands(rows, *of)
+            y = forward_product(casts, q_x, known, bias, dtype)
+            kept = q_x.transposed, q_x.transposed_scale_inv, None, None
+            if x_needed:
+                kept = (*kept[:2], known.transposed, known.transposed_scale_inv)
         if grad:
-            kept = (q_weight.transposed, q_weight.transposed_scale_inv) if x_needed else (None, None)
-            ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *kept)
+            ctx.save_for_backward(*kept)
             sums_dtype = bias.dtype if bias is not None and bias_needed else None
-            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
+            ctx.of = casts, product, x.shape, x.dtype, weight.dtype, sums_dtype
         return y if rows is x else shaped(y, x)
 
     @staticmethod
@@ -212,20 +228,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
+        kept = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
+        casts, product, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
         is_matrix = dy.dim() == 2
         rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if x_needed or weight_needed:
             q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, sums_dtype)
-            features = x_shape[-1]
-            if x_needed:
-                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
-                dx = dx if is_matrix else dx.view(x_shape)
-            if weight_needed:
-                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
+            if product is not None:
+                dx, dweight = product.backward(q, kept, x_needed, weight_needed)
+            else:
+                x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = kept
+                features = x_shape[-1]
+                if x_needed:
+                    dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
+                if weight_needed:
+                    dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
+            if dx is not None and not is_matrix:
+                dx = dx.view(x_shape)
         elif sums_dtype is not None:
             dbias = rows.sum(0, dtype=torch.float32).to(sums_dtype)
         return dx, dweight, dbias, None

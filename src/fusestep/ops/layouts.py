@@ -16,9 +16,11 @@ from torch import Tensor
 MOST = 4096
 
 
-def layout(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor of this shape without memory; only to be handed to `torch.empty_like`."""
+def layout(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, transposed: bool = False) -> Tensor:
+    """A contiguous tensor of this shape, or its transpose, without memory; only to be handed to `torch.empty_like`."""
     made = torch.empty(shape, dtype=dtype, device=device)
+    if transposed:
+        made = made.t()
     made.untyped_storage().resize_(0)
     return made
 

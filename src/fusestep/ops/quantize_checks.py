@@ -150,7 +150,7 @@ def _pairs() -> Iterator[Compilation]:
     numbers |= {"a_index": "i32", "b_index": "i32", "a_programs": "i32"}
     finder, choice = quantize_kernel.amax_launch(4096), quantize_kernel.quantize_launch(True, False)
     search = {"ROWS": finder.rows, "COLUMNS": finder.columns, "STAGES": quantize_kernel.AMAX_STAGES}
-    inputs = {"a_ptr": "bf16", "b_ptr": "fp32"}
+    inputs: dict[str, str | None] = {"a_ptr": "bf16", "b_ptr": "fp32"}
     for slots in (None, "fp32"):
         yield _compilation(
             quantize_pair._amax_pair_kernel,

@@ -170,7 +170,7 @@ def cast_scale(
     known = known_scale(slots_ptr, index)
     if maxima_ptr is not None:
         place = tl.arange(0, MOST_MAXIMA)
-        largest = tl.max(tl.load(maxima_ptr + place, mask=(place < maxima) & (known == 0.0), other=0))
+        largest = tl.max(tl.load(maxima_ptr + place, mask=place < tl.where(known == 0.0, maxima, 0), other=0))
     else:
         largest = largest_bits(
             x_ptr,

@@ -260,6 +260,7 @@ class PairPlan:
         columnwise: whose transposes are wanted.
         has_slots: whether scales are those of slots; else each is the tensor's own.
         record, margin, power_of_two: as of quantize.
+        right: hand out b and both transposes as right operands of products: (columns, rows) of the same memory.
     """
 
     __slots__ = ("_a", "_amax", "_as_bytes", "_b", "_cast", "_maxima", "_scale_inv", "_shapes")
@@ -276,15 +277,17 @@ class PairPlan:
         record: bool,
         margin: int,
         power_of_two: bool,
+        right: bool,
     ) -> None:
         (a_shape, a_stride), (b_shape, b_stride) = a, b
         self._shapes = a_shape, b_shape
-        self._a, self._b = (
-            (layout(inside, dtype, device), layout(inside[::-1], dtype, device) if is_wanted else None)
-            for inside, is_wanted in zip(
-                ((padded(rows), padded(columns)) for rows, columns in self._shapes), columnwise, strict=True
-            )
-        )
+        a_inside, b_inside = ((padded(rows), padded(columns)) for rows, columns in self._shapes)
+
+        def kept(rows: int, columns: int, is_right: bool) -> Tensor:
+            return layout((rows, columns), dtype, device, transposed=is_right)
+
+        self._a = kept(*a_inside, False), kept(*a_inside[::-1], right) if columnwise[0] else None
+        self._b = kept(*b_inside, right), kept(*b_inside[::-1], right) if columnwise[1] else None
         self._scale_inv = layout((), torch.float32, device)
         self._as_bytes = not has_fp8_type(device)
         columns = a_shape[1]
@@ -334,7 +337,18 @@ class PairPlan:
     def __call__(
         self, a: Tensor, b: Tensor, slots: Tensor | None, counts: Tensor | None
     ) -> tuple[Quantized, Quantized]:
-        """Cast a and b."""
+        """Cast a and b; not with right operands."""
+        a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv = self.cast(a, b, slots, counts)
+        a_shape, b_shape = self._shapes
+        return (
+            Quantized(a_shape, a_data, a_transposed, a_scale_inv, a_scale_inv),
+            Quantized(b_shape, b_data, b_transposed, b_scale_inv, b_scale_inv),
+        )
+
+    def cast(
+        self, a: Tensor, b: Tensor, slots: Tensor | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
+        """Data, transpose or None, and inverse scale of a and of b."""
         empty = torch.empty_like
         (a_data, a_transposed), (b_data, b_transposed) = self._a, self._b
         a_data, b_data = empty(a_data), empty(b_data)
@@ -345,17 +359,14 @@ class PairPlan:
         a_scale_inv, b_scale_inv = empty(self._scale_inv), empty(self._scale_inv)
         maxima = None
         if self._amax is not None:
+            assert self._maxima is not None
             maxima = empty(self._maxima)
             self._amax(a, b, slots, maxima)
-        written = (a_data, a_transposed, b_data, b_transposed)
+        written: tuple[Tensor | None, ...] = (a_data, a_transposed, b_data, b_transposed)
         if self._as_bytes:
             written = tuple(None if made is None else made.view(torch.uint8) for made in written)
         self._cast(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
-        a_shape, b_shape = self._shapes
-        return (
-            Quantized(a_shape, a_data, a_transposed, a_scale_inv, a_scale_inv),
-            Quantized(b_shape, b_data, b_transposed, b_scale_inv, b_scale_inv),
-        )
+        return a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv
 
 
 def plan_pair(
@@ -368,6 +379,8 @@ def plan_pair(
     record: bool,
     margin: int,
     power_of_two: bool,
+    *,
+    right: bool = False,
 ) -> PairPlan | None:
     """The plan of casting two matrices that `check_quantize` has passed; None where no kernel takes both."""
     a_stride, b_stride = row_stride(a), row_stride(b)
@@ -378,5 +391,5 @@ def plan_pair(
     a_shape, b_shape = (a.shape[0], a.shape[1]), (b.shape[0], b.shape[1])
     return PairPlan(
         *(a.device, (a_shape, a_stride), (b_shape, b_stride), indices, dtype, columnwise),
-        *(has_slots, record, margin, power_of_two),
+        *(has_slots, record, margin, power_of_two, right),
     )

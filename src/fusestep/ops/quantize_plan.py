@@ -81,13 +81,13 @@ class CastPlan:
         scale_inv = empty(self._scale_inv)
         sums = None if self._sums is None else empty(self._sums)
         maxima = None
-        if self._amax is not None:
+        if self._amax is not None and self._maxima is not None:
             maxima = empty(self._maxima)
             self._amax(x, h, slots, maxima)
         written: tuple[Any, ...] = (data, transposed)
         if self._as_bytes:
             written = tuple(None if made is None else made.view(torch.uint8) for made in written)
-        if self._total is None:  # no sums, or one tile of rows, whose sums are the whole
+        if self._total is None or self._partials is None:  # no sums, or one tile of rows, whose sums are the whole
             self._cast(x, h, *written, scale_inv, slots, maxima, counts, sums)
         else:
             partials = empty(self._partials)
