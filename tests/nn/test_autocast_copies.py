@@ -145,6 +145,8 @@ def test_outputs_and_gradients_are_those_of_autocasts_own_casts(
     module = with_values(make(device=device))
     twin = copy.deepcopy(module)
     optimizer, other = (FusedAdam(each.parameters(), lr=1e-2) for each in (module, twin))
+    is_exact = device.type == "cpu" or not isinstance(module, TransformerLayer)  # attention adds up in any order there
+    close = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 0.02, "atol": 1e-4}
     for _ in range(3):
         x = torch.randn(2, 5, 24, device=device)
         ys, dxs = [], []
@@ -155,13 +157,13 @@ def test_outputs_and_gradients_are_those_of_autocasts_own_casts(
             y.float().square().mean().backward()
             ys.append(y.detach())
             dxs.append(given.grad)
-        assert torch.equal(*ys)
-        assert torch.equal(*dxs)
+        torch.testing.assert_close(*ys, **close)
+        torch.testing.assert_close(*dxs, **close)
         for (name, ours), theirs in zip(module.named_parameters(), twin.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), name
             if ours.grad is not None and theirs.grad is not None:
                 assert ours.grad.dtype == torch.float32
-                assert torch.equal(ours.grad, theirs.grad), name
+                torch.testing.assert_close(ours.grad, theirs.grad, msg=name, **close)
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
@@ -312,3 +314,40 @@ def test_calibration_records_the_amax_of_the_parameter_itself(device: torch.devi
         module(x)
     assert module.fp8_state is not None
     assert float(module.fp8_state.amax[1]) == float(module.weight.detach().abs().max())
+
+
+@pytest.mark.gpu
+def test_a_graph_of_steps_reads_and_writes_copies() -> None:
+    device = torch.device("cuda", 0)
+    modules = [Linear(64, 96, device=device, parameters_split=("query", "key", "value"))]
+    modules.append(copy.deepcopy(modules[0]))
+    optimizers = [FusedAdam(m.parameters(), lr=1e-2, max_grad_norm=1.0, capturable=True) for m in modules]
+    x = torch.randn(32, 64, device=device)
+
+    def work(number: int) -> None:
+        optimizers[number].zero_grad(set_to_none=False)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = modules[number](x).float().square().mean()
+        loss.backward()
+        optimizers[number].step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work(0)
+    for _ in range(3):
+        work(1)
+        fusestep.refresh(modules[1])
+    for number in range(4):
+        x.copy_(torch.randn(32, 64) * (torch.inf if number == 2 else 1.0))
+        graph.replay()
+        work(1)
+        fusestep.refresh(modules[1])
+        for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert int(optimizers[0].skipped_steps) == int(optimizers[1].skipped_steps) == 1
