@@ -302,7 +302,7 @@ class TestGraph:
             one.optimizer.param_groups[0]["weight_decay"] = 0.5
         run_both(step, twin, data)
         for one in (step, twin):
-            one.model[4].bias = nn.Parameter(torch.ones(7, device=self.device))
+            one.model[4].bias.data = one.model[4].bias.data + 1  # elsewhere in memory
         run_both(step, twin, data)
         assert len(step.captures) == 5
 
@@ -343,6 +343,14 @@ class TestGraph:
         assert_same(step, twin)
         assert "the step cannot be captured (this cannot be captured)" in caplog.text
 
+    def test_a_parameter_that_gets_no_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        step, twin = pair(plain(self.device))
+        for one in (step, twin):
+            one.model[4].bias = nn.Parameter(torch.ones(7, device=self.device))  # the optimizer has the other one
+        with caplog.at_level(logging.WARNING, "fusestep"):
+            run_both(step, twin, batches(6, self.device))
+        assert "parameter 5 has no gradient" in caplog.text
+
     def test_torchs_own_optimizer(self) -> None:
         model = plain(self.device)
         twin = copy.deepcopy(model)
@@ -356,6 +364,8 @@ class TestGraph:
         plainly = torch.optim.AdamW(model.parameters())
         assert "capturable=True" in str(TrainStep(model, mean_square, plainly).fallback)
 
+    # Of torch's own making, as it traces an autograd.Function.
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
     def test_a_compiled_model(self) -> None:
         model = plain(self.device)
         compiled: Any = torch.compile(model)

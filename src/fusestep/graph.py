@@ -20,6 +20,7 @@ Source: PyTorch documentation, "CUDA Graphs" (whole-network capture).
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -298,7 +299,7 @@ class TrainStep:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
         for one in seen:
-            if one not in waits and "sync debug mode" not in str(one.message).lower():
+            if one not in waits and "debug mode is a prototype" not in str(one.message):
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, source=one.source)
         if waits:
             where = f"{Path(waits[0].filename).name}, line {waits[0].lineno}"
@@ -320,6 +321,7 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         state = generator.clone_state()
+        reason = ""
         try:
             # thread_local: a loader's thread that pins memory meanwhile is no part of this.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -328,8 +330,12 @@ class TrainStep:
             generator.graphsafe_set_state(state)  # the other one believes itself within a capture for ever
             self.optimizer.zero_grad()
             # Ending the capture fails as well then, and says less.
-            first = error.__context__ if isinstance(error.__context__, Exception) else error
-            self._fall_back(f"the step cannot be captured ({hardware.first_line(first)})")
+            context = error.__context__
+            reason = hardware.first_line(context if isinstance(context, Exception) else error)
+            del context
+        if reason:
+            gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
+            self._fall_back(f"the step cannot be captured ({reason})")
             return False
         self._last_was_captured = True
         self._relied_on |= found
