@@ -70,6 +70,13 @@ def _is_import(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
+def _is_question(frame: FrameType | None) -> bool:
+    """Whether importlib.util.find_spec asks, which is to be answered, not refused."""
+    while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
+
+
 class _Refusal:
     """A finder of modules that refuses, in words, those which the shims do not serve."""
 
@@ -77,7 +84,7 @@ class _Refusal:
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG003
         parent, _, name = fullname.rpartition(".")
         entry = _tables.get(parent, {}).get(name)
-        if entry is not None:
+        if entry is not None and not _is_question(sys._getframe(1)):
             # Without the module's name in it: with it, `from package import module` would pass over the exception.
             raise not_served(fullname, *entry, ModuleNotFoundError)
         return None

@@ -545,10 +545,11 @@ def test_step_hooks_run_once_also_beside_an_optimizer_of_fusesteps() -> None:
     params = parameters()
     optimizer = FusedAdam(params)
     calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     give_gradients(params, 0)
     optimizer.step()
-    assert calls == [1]
+    assert calls == ["before", "after"]
 
 
 @each_class

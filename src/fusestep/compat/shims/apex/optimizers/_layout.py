@@ -64,14 +64,17 @@ class ApexOptimizer(Base):
         name = f"apex.optimizers.{kind.__name__}"
         served(name, self.SERVED_BY)
 
+        has_told = False
+
         def tell(*_: Any) -> None:
             """At the first step, since parameters may go to a device after the optimizer was made."""
+            nonlocal has_told
             first = next((p for group in self.param_groups for p in group["params"]), None)
-            if first is not None:
+            if first is not None and not has_told:
+                has_told = True
                 served(name, f"{self.SERVED_BY}, {choice(self.op, first).implementation}")
-            handle.remove()
 
-        handle = self.register_step_pre_hook(tell)
+        self.register_step_pre_hook(tell)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in self.own_attributes}}

@@ -182,35 +182,34 @@ class TransformerLayer(nn.TransformerLayer):
                 "pass it by its name."
             )
         refuse_call("TransformerLayer", inference_params, pad_between_seqs, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        advise(self, hidden_states, self_attn_mask_type or self.self_attention.core_attention.attn_mask_type)
+        if self._unchosen is not None:
+            advise(self, hidden_states, self_attn_mask_type or self.self_attention.core_attention.attn_mask_type)
+        options: dict[str, Any] = {
+            "self_attn_mask_type": self_attn_mask_type,
+            "window_size": window_size,
+            "encoder_output": encoder_output,
+            "enc_dec_attn_mask": enc_dec_attn_mask,
+            "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+            "enc_dec_window_size": enc_dec_window_size,
+            "is_first_microbatch": is_first_microbatch,
+            "rotary_pos_emb": rotary_pos_emb,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        if bottom_right_diagonal is None and enc_dec_bottom_right_diagonal is None and not checkpoint_core_attention:
+            return super().forward(hidden_states, attention_mask, **options)
         with ExitStack() as stack:
-            if bottom_right_diagonal is not None or checkpoint_core_attention:
-                core = self.self_attention.core_attention
-                stack.enter_context(for_this_call(core, bottom_right_diagonal, checkpoint_core_attention))
-            if self.layer_type == "decoder" and (
-                enc_dec_bottom_right_diagonal is not None or checkpoint_core_attention
-            ):
+            core = self.self_attention.core_attention
+            stack.enter_context(for_this_call(core, bottom_right_diagonal, checkpoint_core_attention))
+            if self.layer_type == "decoder":
                 core = self.inter_attention.core_attention
                 stack.enter_context(for_this_call(core, enc_dec_bottom_right_diagonal, checkpoint_core_attention))
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                self_attn_mask_type=self_attn_mask_type,
-                window_size=window_size,
-                encoder_output=encoder_output,
-                enc_dec_attn_mask=enc_dec_attn_mask,
-                enc_dec_attn_mask_type=enc_dec_attn_mask_type,
-                enc_dec_window_size=enc_dec_window_size,
-                is_first_microbatch=is_first_microbatch,
-                rotary_pos_emb=rotary_pos_emb,
-                core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
-            )
+            return super().forward(hidden_states, attention_mask, **options)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take a group of one rank. Raises: NotImplementedError for more."""

@@ -74,19 +74,24 @@ def refuse_call(
     cu_seqlens_kv_padded: Tensor | None,
 ) -> None:
     """Refuse what no attention here serves."""
-    if any(v is not None for v in (inference_params, pad_between_seqs, cu_seqlens_q_padded, cu_seqlens_kv_padded)):
-        refuse(
-            f"{who}.forward",
-            inference_params=inference_params,
-            pad_between_seqs=pad_between_seqs,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        )
+    if (
+        (inference_params is None and not pad_between_seqs)
+        and cu_seqlens_q_padded is None
+        and cu_seqlens_kv_padded is None
+    ):
+        return
+    refuse(
+        f"{who}.forward",
+        inference_params=inference_params,
+        pad_between_seqs=pad_between_seqs,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+    )
 
 
 def advise(module: Any, x: Tensor, mask_type: str) -> None:
     """At the first call of a module whose layout nobody chose, look whether the first dimension may be the batch."""
-    if module._unchosen is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     if "causal" in mask_type and x.dim() == 3:
         advise_on_layout(module._unchosen, (x.shape[0], x.shape[1]))

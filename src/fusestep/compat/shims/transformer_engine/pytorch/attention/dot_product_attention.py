@@ -124,8 +124,11 @@ class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
 
         qkv_layer holds queries, keys and values in one, kv_layer keys and values, along qkv_interleave_dim.
         """
-        unusual = (inference_params, pad_between_seqs, cu_seqlens_q_padded, cu_seqlens_kv_padded, score_mod)
-        if fp8_output or bf16_backward or any(value is not None for value in unusual):
+        if (
+            (fp8_output or bf16_backward or pad_between_seqs)
+            or (inference_params is not None or score_mod is not None)
+            or (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None)
+        ):
             refuse(
                 "DotProductAttention.forward",
                 inference_params=inference_params,
@@ -159,19 +162,24 @@ class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
             "core_attention_bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
         }
-        self._advise(query_layer, qkv_format, attn_mask_type)
-        self._align(options, bottom_right_diagonal, query_layer, key_layer)
+        if self._unchosen is not None:
+            self._advise(query_layer, qkv_format, attn_mask_type)
+        if window_size is not None or self.window_size is not None or core_attention_bias_type == "alibi":
+            self._align(options, bottom_right_diagonal, query_layer, key_layer)
+        recomputes = (checkpoint_core_attention or self.checkpoints) and torch.is_grad_enabled()
         tracker = self._tracker if self.training and self.attention_dropout else None
-        with own_randomness(tracker):
-            if (checkpoint_core_attention or self.checkpoints) and torch.is_grad_enabled():
-                out: Tensor = recompute(
-                    super().forward, query_layer, key_layer, value_layer, use_reentrant=False, **options
-                )
-                return out
+        if tracker is None and not recomputes:
             return super().forward(query_layer, key_layer, value_layer, **options)
+        with own_randomness(tracker):
+            if not recomputes:
+                return super().forward(query_layer, key_layer, value_layer, **options)
+            out: Tensor = recompute(
+                super().forward, query_layer, key_layer, value_layer, use_reentrant=False, **options
+            )
+            return out
 
     def _advise(self, q: Tensor, qkv_format: str | None, mask_type: str | None) -> None:
-        if self._unchosen is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if qkv_format is None and "causal" in (mask_type or self.attn_mask_type) and q.dim() == 4:
             _arguments.advise_on_layout(self._unchosen, (q.shape[0], q.shape[1]))

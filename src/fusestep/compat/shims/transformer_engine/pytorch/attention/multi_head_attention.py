@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -158,27 +157,27 @@ class MultiheadAttention(nn.MultiheadAttention):
         With a residual, which only ours has, hidden_states + residual is the input, and returned last.
         """
         refuse_call("MultiheadAttention", inference_params, pad_between_seqs, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        advise(self, hidden_states, attn_mask_type or self.core_attention.attn_mask_type)
-        is_usual = bottom_right_diagonal is None and not checkpoint_core_attention
-        core = self.core_attention
-        with nullcontext() if is_usual else for_this_call(core, bottom_right_diagonal, checkpoint_core_attention):
-            result = super().forward(
-                hidden_states,
-                attention_mask,
-                encoder_output,
-                residual=residual,
-                attn_mask_type=attn_mask_type,
-                window_size=window_size,
-                is_first_microbatch=is_first_microbatch,
-                rotary_pos_emb=rotary_pos_emb,
-                core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
-            )
+        if self._unchosen is not None:
+            advise(self, hidden_states, attn_mask_type or self.core_attention.attn_mask_type)
+        options: dict[str, Any] = {
+            "residual": residual,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "is_first_microbatch": is_first_microbatch,
+            "rotary_pos_emb": rotary_pos_emb,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        if bottom_right_diagonal is None and not checkpoint_core_attention:
+            result = super().forward(hidden_states, attention_mask, encoder_output, **options)
+        else:
+            with for_this_call(self.core_attention, bottom_right_diagonal, checkpoint_core_attention):
+                result = super().forward(hidden_states, attention_mask, encoder_output, **options)
         return bias_or_empty(result, 1, hidden_states) if self.return_bias else result
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
