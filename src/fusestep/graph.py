@@ -321,7 +321,7 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         state = generator.clone_state()
-        reason = ""
+        reason: str | None = None
         try:
             # thread_local: a loader's thread that pins memory meanwhile is no part of this.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -333,7 +333,7 @@ class TrainStep:
             context = error.__context__
             reason = hardware.first_line(context if isinstance(context, Exception) else error)
             del context
-        if reason:
+        if reason is not None:
             gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
             self._fall_back(f"the step cannot be captured ({reason})")
             return False
