@@ -89,3 +89,22 @@ def test_what_needs_no_gradient_gets_none_and_is_not_kept(frozen: str) -> None:
     gradients = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
     assert [name for name, gradient in gradients.items() if gradient is None] == [frozen]
     assert sum(tensor.dtype is torch.float8_e4m3fn for tensor in kept) == (2 if frozen == "bias" else 1)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("native")
+def test_what_is_kept_may_come_back_with_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(32, 48, dtype=torch.bfloat16)
+    multiply, strides = torch._scaled_mm, []
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *rest: (strides.append(b.stride(0)), multiply(a, b, *rest))[1]
+    )
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for pack in (torch.Tensor.contiguous, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8.fp8_autocast(recipe=RECIPES[1]):
+            y = layer(x)
+        found.append(torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y)))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert strides == [1] * 6  # which cuBLASLt asks for

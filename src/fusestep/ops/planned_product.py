@@ -56,6 +56,8 @@ class PlannedProduct:
             assert dy.data is not None
             assert weight_kept is not None
             assert weight_scale_inv is not None
+            if weight_kept.stride(0) != 1:
+                weight_kept = _as_right(weight_kept)
             dx = torch._scaled_mm(
                 dy.data, weight_kept, dy.scale_inv, weight_scale_inv, None, None, self._x_dtype, False
             )
@@ -63,10 +65,17 @@ class PlannedProduct:
             assert dy.transposed is not None
             assert x_kept is not None
             assert x_scale_inv is not None
+            if x_kept.stride(0) != 1:
+                x_kept = _as_right(x_kept)
             dweight = torch._scaled_mm(
                 dy.transposed, x_kept, dy.scale_inv, x_scale_inv, None, None, self._weight_dtype, False
             )
         return dx, dweight
+
+
+def _as_right(kept: Tensor) -> Tensor:
+    """A right operand that lost its strides while it was kept, as where hooks for saved tensors bring it elsewhere."""
+    return kept.t().contiguous().t()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
