@@ -163,7 +163,7 @@ class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
             "alibi_slopes": alibi_slopes,
         }
         if self._unchosen is not None:
-            self._advise(query_layer, qkv_format, attn_mask_type)
+            self._advise(self._unchosen, query_layer, qkv_format, attn_mask_type)
         if window_size is not None or self.window_size is not None or core_attention_bias_type == "alibi":
             self._align(options, bottom_right_diagonal, query_layer, key_layer)
         recomputes = (checkpoint_core_attention or self.checkpoints) and torch.is_grad_enabled()
@@ -178,11 +178,11 @@ class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
             )
             return out
 
-    def _advise(self, q: Tensor, qkv_format: str | None, mask_type: str | None) -> None:
+    def _advise(self, argument: str, q: Tensor, qkv_format: str | None, mask_type: str | None) -> None:
         if torch.compiler.is_compiling():
             return
         if qkv_format is None and "causal" in (mask_type or self.attn_mask_type) and q.dim() == 4:
-            _arguments.advise_on_layout(self._unchosen, (q.shape[0], q.shape[1]))
+            _arguments.advise_on_layout(argument, (q.shape[0], q.shape[1]))
         self._unchosen = None
 
     def _align(self, options: dict[str, Any], bottom_right: bool | None, q: Tensor, k: Tensor) -> None:
