@@ -28,24 +28,22 @@ class _Wholes(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, wholes: tuple[Tensor, ...], counts: tuple[int, ...], *parameters: Tensor) -> Any:
+    def forward(ctx: Any, wholes: Sequence[Tensor], counts: Sequence[int], *parameters: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.counts = counts
-        ctx.heights = [parameter.shape[0] for parameter in parameters]
-        ctx.dtype = parameters[0].dtype
+        is_split = len(parameters) > len(wholes)
+        ctx.of = parameters[0].dtype, counts, [parameter.shape[0] for parameter in parameters] if is_split else None
         # Detached tensors share the version of the copies: a backward that comes after the next step says so.
         return tuple([whole.detach() for whole in wholes])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        dtype, counts, heights = ctx.of
+        if heights is None:
+            return None, None, *[None if gradient is None else gradient.to(dtype) for gradient in gradients]
         results: list[Tensor | None] = []
-        for gradient, count in zip(gradients, ctx.counts, strict=True):
+        for gradient, count in zip(gradients, counts, strict=True):
             first = len(results)
-            if gradient is None:
-                results += [None] * count
-                continue
-            gradient = gradient.to(ctx.dtype)
-            results += [gradient] if count == 1 else gradient.split(ctx.heights[first : first + count])
+            results += [None] * count if gradient is None else gradient.to(dtype).split(heights[first : first + count])
         return None, None, *results
 
 
@@ -77,19 +75,20 @@ def plain_operands(
         region: the FP8 region of the call; one that calibrates looks at the parameters themselves.
     """
     there = [operand for operand in operands if operand is not None]
-    dtype = _dtype_of_copies(module, x, region, there)
-    copies = None if dtype is None else _current_copies(there, dtype)
+    copies = _current_copies(module, x, region, there)
     if copies is None:
         return [None if one is None else one[0] if len(one) == 1 else torch.cat(one) for one in operands]
-    counts = tuple([len(one) for one in there])
-    wholes = iter(_apply(tuple(copies), counts, *(parameter for one in there for parameter in one)))
+    wholes = iter(_apply(copies, [len(one) for one in there], *[parameter for one in there for parameter in one]))
     return [None if one is None else next(wholes) for one in operands]
 
 
-def _dtype_of_copies(
+def _current_copies(
     module: nn.Module, x: Tensor, region: Region | None, operands: list[tuple[Tensor, ...]]
-) -> torch.dtype | None:
-    """autocast's dtype, if this call may multiply by copies in it."""
+) -> list[Tensor] | None:
+    """The copies of all operands, if this call may multiply by them and all are current.
+
+    Else the optimizer is asked for what is missing.
+    """
     kind = x.device.type
     if (
         not torch.is_autocast_enabled(kind)
@@ -101,26 +100,34 @@ def _dtype_of_copies(
         or x.dtype is torch.float64  # which autocast leaves alone
     ):
         return None
-    # What is computed from parameters has no optimizer, and what is frozen is never stepped.
-    for parameters in operands:
-        for parameter in parameters:
-            if type(parameter) is not nn.Parameter or parameter.dtype is not torch.float32:
-                return None
-            if not parameter.requires_grad or parameter.device != x.device:
-                return None
     dtype = torch.get_autocast_dtype(kind)
-    return dtype if dtype in _HALVES else None
-
-
-def _current_copies(operands: list[tuple[Tensor, ...]], dtype: torch.dtype) -> list[Tensor] | None:
-    """The copies of all operands, if all are current; else the optimizer is asked for what is missing."""
     found: list[Tensor] = []
     for parameters in operands:
-        part = part_of(parameters[0])
-        copies = None if part is None else part.copies
-        if isinstance(copies, PlainCopies) and copies.dtype is dtype and copies.is_current(*parameters):
-            assert copies.values is not None
-            found.append(copies.values)
-        else:
+        copies = _asked_for(parameters, dtype)
+        if copies is None:
+            if not _may_have_copies(parameters, x, dtype):
+                return None
             attach_plain(parameters, dtype)
+        elif copies.values is not None and copies.is_current(*parameters):
+            found.append(copies.values)
     return found if len(found) == len(operands) else None
+
+
+def _asked_for(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> PlainCopies | None:
+    """The copies that the optimizer was asked for before."""
+    part = part_of(parameters[0])
+    copies = None if part is None else part.copies
+    if not isinstance(copies, PlainCopies) or copies.dtype is not dtype:
+        return None
+    return copies if len(parameters) == 1 or copies.are_of(parameters) else None
+
+
+def _may_have_copies(parameters: tuple[Tensor, ...], x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast would cast these, and an optimizer may step them.
+
+    What is computed from parameters has no optimizer, and what is frozen is never stepped.
+    """
+    return dtype in _HALVES and all(
+        type(one) is nn.Parameter and one.dtype is torch.float32 and one.requires_grad and one.device == x.device
+        for one in parameters
+    )
