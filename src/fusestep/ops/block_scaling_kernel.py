@@ -192,6 +192,18 @@ def _column_magnitudes(half):
 
 
 @triton.jit
+def _turned(values, PARTS: tl.constexpr):
+    """Values (rows, 128) with their rows in PARTS groups: (PARTS · 128, rows / PARTS / 2) of even and of odd rows.
+
+    A split wants its pairs within threads, so that the columns go to one warp each, through shared memory, with no two
+    threads at one bank. A reduction over rows that lie in several warps would have 16 of them there.
+    """
+    ROWS: tl.constexpr = values.shape[0] // PARTS
+    values = tl.permute(tl.reshape(values, [PARTS, ROWS, 128]), [0, 2, 1])
+    return tl.split(tl.reshape(values, [PARTS * 128, ROWS // 2, 2]))
+
+
+@triton.jit
 def _column_scales(
     magnitudes,
     scales_ptr,  # of the first block and column
@@ -205,8 +217,8 @@ def _column_scales(
 ):
     """The scales of PARTS blocks down of these, wide as they are; stored."""
     ROWS: tl.constexpr = magnitudes.shape[0]
-    bits = tl.max(tl.reshape(_bits(magnitudes), [PARTS, ROWS // PARTS, 128]), axis=1, keep_dims=True)
-    scale, stored = _scales(bits, E4M3, POWER_OF_TWO, WIDTH)
+    even, odd = _turned(magnitudes, PARTS)
+    scale, stored = _scales(tl.max(_bits(_larger(even, odd)), axis=1), E4M3, POWER_OF_TWO, WIDTH)
     block = tl.arange(0, PARTS)[:, None]
     column = tl.arange(0, 128)[None, :]
     tl.store(
@@ -214,7 +226,7 @@ def _column_scales(
         tl.reshape(stored, [PARTS, 128]),
         mask=(block < blocks) & (column < columns),
     )
-    return tl.reshape(tl.broadcast_to(scale, [PARTS, ROWS // PARTS, 128]), [ROWS, 128])
+    return tl.reshape(tl.broadcast_to(tl.reshape(scale, [PARTS, 1, 128]), [PARTS, ROWS // PARTS, 128]), [ROWS, 128])
 
 
 @triton.jit
@@ -298,7 +310,8 @@ def quantize_blocks_kernel(
     if sums_ptr is not None:
         a, b, c, d = top
         e, f, g, h = bottom
-        total = tl.sum(((a + b) + (c + d)) + ((e + f) + (g + h)), axis=0)
+        even, odd = _turned(((a + b) + (c + d)) + ((e + f) + (g + h)), 1)
+        total = tl.sum(even + odd, axis=1)
         column = tl.arange(0, 128)
         tl.store(sums_ptr + row_tile * columns + first_column + column, total, mask=column < width)
 
