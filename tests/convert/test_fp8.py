@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusestep import convert, explain
 from fusestep.convert.linears import FP8Conv1D, FP8Linear
+from fusestep.errors import UserError
 from fusestep.fp8 import (
     DelayedScaling,
     Float8BlockScaling,
@@ -146,7 +147,6 @@ def test_names_in_the_state_dict_stay_also_with_scales_and_copies(models: Simple
 
 def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) -> None:
     model = models.Decoder()
-    model.untied = nn.Linear(32, 51)  # as wide as the vocabulary
     model.score = nn.Linear(32, 2)
     model.router = nn.Linear(32, 8)
     model.lora_A = nn.Linear(32, 4)
@@ -155,13 +155,34 @@ def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) ->
     report = convert(model, fp8=Float8CurrentScaling(), fp8_skip=["layers.*.v_proj", "*.o_proj"])
     reasons = {row.path: row.reason for row in report.left}
     assert reasons["lm_head"] == "it shares its weight with an embedding"
-    assert reasons["untied"] == reasons["score"] == "heads stay in the model's dtype"
+    assert reasons["score"] == "heads stay in the model's dtype"
     assert reasons["router"] == "routers stay in the model's dtype"
     assert reasons["lora_A"] == "low-rank adapters stay in the model's dtype"
     assert "without calling it" in reasons["attention.out_proj"]
     assert reasons["layers.2.self_attn.v_proj"] == reasons["layers.0.self_attn.o_proj"] == "fp8_skip names it"
     assert isinstance(model.plain, FP8Linear)
     assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 3 * 5 + 1
+
+
+def test_a_last_layer_as_wide_as_the_vocabulary_is_a_head_and_no_other_is() -> None:
+    model = nn.Sequential(nn.Embedding(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+    became = {row.path: row.became for row in convert(model, fp8=Float8CurrentScaling()).rows}
+    assert became == {"": "FP8Forward", "1": "FP8Linear", "2": None}
+
+
+def test_a_forward_that_was_wrapped_since_has_to_be_unwrapped_before_undo(models: SimpleNamespace) -> None:
+    model = models.Decoder(layers=1)
+    report = convert(model, fp8=Float8CurrentScaling())
+    inner = model.forward
+    model.forward = lambda *args: inner(*args)
+    with pytest.raises(UserError, match="the forward of the model was replaced since"):
+        report.undo()
+    assert type(model).forward is inner.__func__
+    model.forward = inner  # as accelerate leaves it
+    report.undo()
+    assert type(model) is models.Decoder
+    assert "forward" not in model.__dict__
+    model(torch.randint(0, 51, (2, 7)))
 
 
 def test_first_and_last_blocks_by_choice(models: SimpleNamespace) -> None:

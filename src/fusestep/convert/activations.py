@@ -21,8 +21,7 @@ from fusestep.ops.activation import activation, activation_reference
 
 #: What our kernels know of plain activations, and σ, the gate of "glu".
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    name: lambda x, name=name: activation_reference(x, name)  # type: ignore[misc]
-    for name in ("gelu", "qgelu", "relu", "srelu", "silu")
+    name: lambda x, name=name: activation_reference(x, name) for name in ("gelu", "qgelu", "relu", "srelu", "silu")
 } | {"sigmoid": torch.sigmoid}
 
 #: One kernel in torch already, in whatever class it comes.

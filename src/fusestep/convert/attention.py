@@ -140,7 +140,8 @@ def _matches(module: nn.Module) -> bool | str:
 
 def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     """Without a mask, with a causal one, and with others: added, boolean, and one for each head."""
-    width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[call-overload]
+    attention: Any = module
+    width, heads = attention.embed_dim, attention.num_heads
     batch, length = 3, 21
     calls: list[Call] = []
     hidden = torch.ones(length, length, dtype=torch.bool, device=probe.device).triu(1)

@@ -7,7 +7,6 @@ and the old class, and are made whole again when this package is there.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from typing import Any
@@ -33,29 +32,33 @@ class Kind(nn.Module):
         """Take back what a module of this kind has left outside of itself, as it becomes the old one again."""
 
 
-@functools.cache
 def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of class `original` that has become one of `kind`."""
-    kinds = (kind, *getattr(original, "_kinds", ()))
-    base = getattr(original, "_base", original)
+    """The class of a module of class `original` that has become one of `kind`; the same one each time."""
+    known = _made.get((kind, original))
+    if known is not None:
+        return known
     prefix = getattr(kind, "prefix", "Fused")
     name = original.__name__ if original.__name__.startswith(prefix) else prefix + original.__name__
-    return type(
-        name,
-        (kind, original),
-        {
-            # Where others look a class up by module and name (sharding policies, a configuration's "architectures"),
-            # they find the old one.
-            "__module__": original.__module__ if not prefix else kind.__module__,
-            "__qualname__": original.__qualname__ if not prefix else name,
-            "__doc__": original.__doc__,
-            "__reduce_ex__": _reduce,
-            "forward": _with_signature(kind.forward, original.forward),
-            "_kinds": kinds,
-            "_base": base,
-            "_original": original,
-        },
-    )
+    # Not inherited ones: what others make of our classes is theirs.
+    kinds, base = original.__dict__.get("_kinds", ()), original.__dict__.get("_base", original)
+    attributes = {
+        # Where others look a class up by module and name (sharding policies, a configuration's "architectures"), they
+        # find the old one.
+        "__module__": kind.__module__ if prefix else original.__module__,
+        "__qualname__": name if prefix else original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        "forward": _with_signature(kind.forward, original.forward),
+        "_kinds": (kind, *kinds),
+        "_base": base,
+        "_original": original,
+    }
+    made: type[nn.Module] = type(name, (kind, original), attributes)
+    _made[kind, original] = made
+    return made
+
+
+_made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _with_signature(forward: Any, original: Any) -> Any:
@@ -72,9 +75,11 @@ def _with_signature(forward: Any, original: Any) -> Any:
     return copy
 
 
-def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:  # noqa: ARG001 (pickle's)
-    state: Any = self.__getstate__()  # type: ignore[operator]
-    return _made_again, (type(self)._kinds, type(self)._base), state
+def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+    made = type(self).__dict__
+    if "_kinds" not in made:  # what others made of our class, and pickle in their own way, if they do
+        return object.__reduce_ex__(self, protocol)  # type: ignore[return-value]
+    return _made_again, (made["_kinds"], made["_base"]), self.__getstate__()
 
 
 def _made_again(kinds: tuple[type[nn.Module], ...], base: type[nn.Module]) -> nn.Module:
@@ -113,6 +118,17 @@ def check_release(path: str, module: nn.Module) -> None:
             f"undo: {path or 'the model'} has become a {type(module).__name__} since it was converted; undo what "
             "changed it (parametrizations, fully_shard) first."
         )
+    if "forward" in module.__dict__ and not _is_own_forward(module):
+        raise UserError(
+            f"undo: the forward of {path or 'the model'} was replaced since it was converted, and the new one calls "
+            "ours; put the old one back first (accelerate: unwrap_model(model, keep_fp32_wrapper=False))."
+        )
+
+
+def _is_own_forward(module: nn.Module) -> bool:
+    """Whether the forward that was set on a module is what its class has: what unwrapping leaves behind."""
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def release(module: nn.Module) -> None:
@@ -120,6 +136,8 @@ def release(module: nn.Module) -> None:
     *before, last = module.__dict__[ADDED]
     if isinstance(module, Kind):
         module.released()
+    if _is_own_forward(module):
+        del module.__dict__["forward"]
     for name in last:
         module.__dict__.pop(name, None)
     module.__class__ = type(module).__dict__["_original"]

@@ -147,6 +147,10 @@ def _width(module: Any) -> int:
     return int(module.weight.shape[1 if isinstance(module, nn.Linear) else 0])
 
 
+def _out_features(module: Any) -> int:
+    return int(module.weight.shape[0 if isinstance(module, nn.Linear) else 1])
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What Linear's constructor would have set, and the module lacks."""
     weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
@@ -174,6 +178,9 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
     tied = {id(embedding.weight) for embedding in embeddings}
     head = _head_of(model)
     vocabularies = {embedding.num_embeddings for embedding in embeddings}
+    layers = [module for module in model.modules() if _is_linear(module) or _is_conv1d(module)]
+    if head is None and layers and _out_features(layers[-1]) in vocabularies:
+        head = layers[-1]
     reasons: dict[int, str] = {}
     for path, module in model.named_modules():
         names = path.split(".")
@@ -183,7 +190,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
             reasons[id(module)] = "fp8_skip names it"
         elif id(module._parameters.get("weight")) in tied and not isinstance(module, nn.Embedding):
             reasons[id(module)] = "it shares its weight with an embedding"
-        elif module is head or names[-1] in _HEADS or getattr(module, "out_features", None) in vocabularies:
+        elif module is head or names[-1] in _HEADS:
             reasons[id(module)] = "heads stay in the model's dtype"
         elif names[-1] in _ROUTERS:
             reasons[id(module)] = "routers stay in the model's dtype"

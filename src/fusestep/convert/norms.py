@@ -59,18 +59,8 @@ class FusedNorm(Kind):
         total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         dtype = self._dtype(total)
         bias = self._parameters.get("bias") if self.centred else None
-        return normalise(
-            self.centred,
-            type(self).__name__,
-            x,
-            weight.shape,
-            weight,
-            bias,
-            eps,
-            residual,
-            False,
-            dtype,  # type: ignore[arg-type]
-        )
+        who = type(self).__name__
+        return normalise(self.centred, who, x, weight.shape, weight, bias, eps, residual, False, dtype)
 
     def _scale(self) -> Tensor:
         """What the normalised row is multiplied by."""

@@ -6,6 +6,7 @@ torch's random generators.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -156,7 +157,13 @@ def seed(device: torch.device) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Nothing of a trial is seen outside: random generators, announcements of fallbacks, inference mode."""
+    """Nothing of a trial is seen outside: random generators, announcements of fallbacks, warnings, inference mode."""
     devices: Sequence[torch.device] = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), dispatch.examination(), torch.inference_mode(False):
+    with (
+        torch.random.fork_rng(devices),
+        dispatch.examination(),
+        torch.inference_mode(False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
         yield
