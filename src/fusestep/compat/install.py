@@ -41,9 +41,10 @@ def install_shims(te_layout: str | None = None) -> None:
         sys.path.insert(0, str(SHIMS))
     for name in _shimmed(ours=False):
         _before[name] = sys.modules.pop(name)
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(SHIMS) not in inherited:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIMS), *filter(None, inherited)])
+    inherited = os.environ.get("PYTHONPATH", "")
+    if str(SHIMS) not in inherited.split(os.pathsep):
+        # Behind it as it was: an empty entry means the working folder.
+        os.environ["PYTHONPATH"] = f"{SHIMS}{os.pathsep}{inherited}" if inherited else str(SHIMS)
     importlib.invalidate_caches()
 
 
@@ -60,7 +61,7 @@ def uninstall_shims() -> None:
     names.forget()
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(SHIMS) in inherited:
-        rest = [entry for entry in inherited if entry and entry != str(SHIMS)]
+        rest = [entry for entry in inherited if entry != str(SHIMS)]
         if rest:
             os.environ["PYTHONPATH"] = os.pathsep.join(rest)
         else:

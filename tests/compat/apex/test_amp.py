@@ -66,20 +66,21 @@ def test_levels(level: str, weights: torch.dtype, norm: torch.dtype, scale: floa
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_training_follows_fp32(level: str, kind: Any) -> None:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    twin = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+def test_training_follows_fp32(level: str, kind: Any, device: torch.device) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    twin = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
     twin.load_state_dict(net.state_dict())
     net, optimizer = amp.initialize(net, kind(net.parameters(), lr=0.01), opt_level=level, loss_scale="dynamic")
     plain = kind(twin.parameters(), lr=0.01)
     for step in range(5):
-        loss = net(batch(step)).square().mean()
+        x = batch(step).to(device)
+        loss = net(x).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled:
             assert scaled.item() == loss.item() * 2.0**16
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-        twin(batch(step)).square().mean().backward()
+        twin(x).square().mean().backward()
         plain.step()
         plain.zero_grad()
     tolerance = 1e-6 if level == "O0" else 3e-3

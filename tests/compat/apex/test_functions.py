@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import amp_C
@@ -194,6 +196,46 @@ def test_lamb_sgd_novograd_and_adagrad_step_lists() -> None:
     lists = copies(g, p, v)
     amp_C.multi_tensor_adagrad(65536, flag(), lists, lr, eps, 1, wd)
     check(lists[1], lambda i: pd[i] - lr * (gd[i] / ((vd[i] + gd[i] ** 2).sqrt() + eps) + wd * pd[i]))
+
+
+@pytest.mark.gpu
+def test_functions_of_lists_wait_for_nothing(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    g, p, m, v, out = ([t.cuda() for t in tensors()] for _ in range(5))
+    v = [t.square() for t in v]
+    up, lr, step = flag().cuda(), torch.tensor(0.1, device="cuda"), torch.tensor([2], dtype=torch.int32, device="cuda")
+    inverse, scale = torch.ones(1, device="cuda"), torch.full((1,), 8.0, device="cuda")
+    grown, left, found = (torch.zeros(1, dtype=d, device="cuda") for d in (torch.int32, torch.int32, torch.float32))
+
+    def everything() -> list[Tensor]:
+        amp_C.multi_tensor_scale(65536, up, [g, out], 0.5)
+        amp_C.multi_tensor_axpby(65536, up, [g, p, out], 0.5, 2.0, -1)
+        norms = [
+            *amp_C.multi_tensor_l2norm(65536, up, [g], True),
+            *amp_C.multi_tensor_unscale_l2norm(65536, up, [g], lr),
+        ]
+        numbers = (lr, 0.9, 0.99, 1e-8, step, 1, 1, 0.1, inverse)
+        amp_C.multi_tensor_adam_capturable(65536, up, [g, p, m, v], *numbers)
+        amp_C.update_scale_hysteresis(scale, grown, left, found, 2.0, 0.5, 2000, 2)
+        return norms
+
+    norms = everything()
+    with no_waiting():
+        again = everything()
+    assert all(torch.equal(a, b) for a, b in zip(norms, again, strict=True))
+    wanted = torch.tensor([t.double().norm() for t in g])
+    torch.testing.assert_close(norms[1].double().cpu(), wanted.double(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_losses_and_rotations_agree_on_a_gpu() -> None:
+    logits, labels = torch.randn(11, 29), torch.randint(0, 29, (11,))
+    t, freqs = torch.randn(9, 2, 3, 16), angles(9, 10)[:, None, None]
+    x = torch.randn(2, 4, 20, 20)
+    for on in (lambda one: SoftmaxCrossEntropyLoss.apply(one(logits), one(labels), 0.1),
+               lambda one: fused_apply_rotary_pos_emb(one(t), one(freqs)),
+               lambda one: fused_apply_rotary_pos_emb_cached(one(t), one(freqs.cos()), one(freqs.sin())),
+               lambda one: scaled_upper_triang_masked_softmax(one(x), None, 0.5)):  # fmt: skip
+        torch.testing.assert_close(on(Tensor.cuda).cpu(), on(Tensor.cpu), rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_scale_shrinks_only_after_hysteresis() -> None:

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -39,14 +40,14 @@ CLASSES: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
 each_class = pytest.mark.parametrize(("kind", "options"), CLASSES.items(), ids=[kind.__name__ for kind in CLASSES])
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+def parameters(dtype: torch.dtype = torch.float32, device: Any = "cpu") -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
 
 
 def give_gradients(params: list[Any], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
 
 
 def run(kind: Any, options: dict[str, Any], params: list[Any], steps: range) -> Any:
@@ -163,9 +164,9 @@ SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False
     ],
 )
 def test_steps_follow_the_published_formula(
-    kind: Any, formula: Callable[..., Tensor], defaults: dict[str, Any], options: dict[str, Any]
+    kind: Any, formula: Callable[..., Tensor], defaults: dict[str, Any], options: dict[str, Any], device: torch.device
 ) -> None:
-    params = parameters()
+    params = parameters(device=device)
     wanted, states = [p.detach().double() for p in params], [{} for _ in params]
     with_clipping = "max_grad_norm" not in options and formula is lamb
     optimizer = kind(params, lr=0.05, **options)
@@ -564,6 +565,43 @@ def test_optimizers_survive_pickling_and_copying(kind: Any, options: dict[str, A
         twin.zero_grad()
         assert all(bool((p.grad == 0).all()) for p in own)
         assert twin.state_dict()["param_groups"][0].keys() == optimizer.state_dict()["param_groups"][0].keys()
+
+
+@pytest.mark.gpu
+@each_class
+def test_a_step_with_a_scaler_waits_for_nothing(
+    kind: Any, options: dict[str, Any], no_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    params = parameters(device="cuda")
+    optimizer = run(kind, options, params, range(2))
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    give_gradients(params, 2)
+    scaler.step(optimizer)
+    scaler.update()
+    give_gradients(params, 3)
+    with no_waiting():
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate_as_capturable_promises() -> None:
+    params = parameters(torch.bfloat16, "cuda")
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = run(FusedAdam, {"lr": 0.1, "capturable": True, "master_weights": True}, params, range(1))
+    eager = run(FusedAdam, {"lr": 0.1, "capturable": True, "master_weights": True}, twins, range(1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for lr in (0.1, 0.01, 0.001):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        eager.param_groups[0]["lr"].fill_(lr)
+        graph.replay()
+        eager.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, twins, strict=True))
+    group = optimizer.state_dict()["param_groups"][0]
+    assert torch.equal(group["step"], torch.tensor([4], dtype=torch.int32, device="cuda"))
 
 
 def test_sparse_gradients_raise_before_anything_is_stepped() -> None:
