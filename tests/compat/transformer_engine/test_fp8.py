@@ -117,6 +117,52 @@ def test_fields_that_are_not_served_are_refused_on_use(
         te.autocast(recipe=fp8.DelayedScaling())
 
 
+# Scaling state, right where upstream is known to be wrong
+
+
+def test_recipes_that_differ_in_their_algorithm_alone_do_not_mix(te: ModuleType, recipe: ModuleType) -> None:
+    one, two = te.Linear(5, 7, device="cpu"), te.Linear(5, 7, device="cpu")
+    for amax in (8.0, 2.0):
+        for layer, algorithm in ((one, "max"), (two, "most_recent")):
+            options = {"amax_history_len": 4, "amax_compute_algo": algorithm, "fp8_format": recipe.Format.E4M3}
+            with te.autocast(recipe=recipe.DelayedScaling(**options)):
+                layer(peaked(amax)).sum().backward()
+    assert float(one.fp8_meta["scaling_fwd"].scale[0]) == 56.0
+    assert float(two.fp8_meta["scaling_fwd"].scale[0]) == 224.0
+
+
+@pytest.mark.parametrize("algorithm", ["max", lambda history: history.amax(0)], ids=["max", "function"])
+def test_modules_that_did_not_run_do_not_roll(te: ModuleType, recipe: ModuleType, algorithm: Any) -> None:
+    used, unused = te.Linear(5, 7, device="cpu"), te.Linear(5, 7, device="cpu")
+    chosen = recipe.DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
+    trained(te, used, chosen, [peaked(4.0)])
+    trained(te, unused, chosen, [peaked(4.0)])
+    before = unused.fp8_meta["scaling_fwd"].amax_history
+    trained(te, used, chosen, [peaked(2.0)] * 4)
+    assert torch.equal(unused.fp8_meta["scaling_fwd"].amax_history, before)
+    assert float(before[-1, 0]) == 4.0
+    assert float(used.fp8_meta["scaling_fwd"].amax_history.max(0).values[0]) == 2.0
+
+
+def test_a_shorter_history_keeps_the_newest_amaxes(te: ModuleType, recipe: ModuleType) -> None:
+    layer = te.Linear(5, 7, device="cpu")
+    trained(te, layer, recipe.DelayedScaling(amax_history_len=6), [peaked(amax) for amax in (1.0, 2.0, 3.0, 4.0)])
+    trained(te, layer, recipe.DelayedScaling(amax_history_len=3), [peaked(5.0)])
+    assert layer.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [0, 4, 5]
+
+
+def test_one_infinity_does_not_freeze_a_scale(te: ModuleType, recipe: ModuleType) -> None:
+    layer = te.Linear(5, 7, device="cpu")
+    chosen = recipe.DelayedScaling(amax_history_len=8, fp8_format=recipe.Format.E4M3)
+    spoilt = peaked(4.0)
+    spoilt[0, 0] = float("inf")
+    trained(te, layer, chosen, [peaked(4.0), spoilt])
+    assert float(layer.fp8_meta["scaling_fwd"].scale[0]) == 112.0
+    trained(te, layer, chosen, [peaked(16.0)])
+    assert float(layer.fp8_meta["scaling_fwd"].scale[0]) == 28.0
+    assert bool(layer.fp8_meta["scaling_fwd"].amax_history.isfinite().all())
+
+
 # Scaling state
 
 
@@ -294,6 +340,12 @@ def test_weights_that_live_in_fp8_with_any_layout_of_parameters(te: ModuleType, 
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+    chosen = recipe.DelayedScaling(amax_history_len=4)
+    with te.quantized_model_init(recipe=recipe.DelayedScaling()):
+        other = te.TransformerLayer(16, 24, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad(), te.autocast(recipe=chosen):
+        assert torch.equal(other(x), layer(x))
     with te.quantized_model_init(False):
         assert not isinstance(te.Linear(4, 4, device="cpu").weight, te.Float8Tensor)
 

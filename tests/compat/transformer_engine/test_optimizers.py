@@ -90,6 +90,17 @@ def test_parameters_whose_count_is_their_own_keep_it(te: ModuleType) -> None:
         assert torch.equal(p, q)
 
 
+def test_masters_are_of_16_bit_parameters_alone_and_dtypes_mix(te: ModuleType) -> None:
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    params = [torch.nn.Parameter(torch.randn(9).to(dtype)) for dtype in dtypes]
+    optimizer = te.optimizers.FusedAdam(params, lr=0.1, master_weights=True, store_param_remainders=True)
+    backward(params, 1)
+    optimizer.step()
+    assert ["master_param" in optimizer.state[p] for p in params] == [False, True, True]
+    for p in params[1:]:
+        assert torch.equal(optimizer.state[p]["master_param"].to(p.dtype), p)
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_sgd_steps_as_published(te: ModuleType, after: bool) -> None:
     """In float64, with a parameter that joins later and has a first step of its own."""

@@ -40,6 +40,18 @@ def test_names_that_nobody_knows_are_attribute_errors(te: ModuleType) -> None:
         _ = te.Lineer
 
 
+def test_a_probe_for_the_extension_gets_a_truthful_answer(te: ModuleType) -> None:
+    if torch.cuda.is_available():
+        extension = importlib.import_module("transformer_engine_torch")
+        assert extension.DType is te.DType
+        assert not hasattr(extension, "layernorm_fwd")
+    else:
+        with pytest.raises(
+            ModuleNotFoundError, match=r"transformer_engine\.pytorch works, on PyTorch's own operations"
+        ):
+            importlib.import_module("transformer_engine_torch")
+
+
 CPU = {"device": "cpu"}
 
 

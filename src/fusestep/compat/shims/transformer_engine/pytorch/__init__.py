@@ -100,12 +100,18 @@ _OVERLAP = ("overlap of products with communication is not served; leave the ub_
 _OPS = ("use the modules, whose norms, products and activations are fused", False)
 NOT_SERVED = {
     "ops": _OPS,
+    "cpp_extensions": ("use the modules, or fusestep.ops for single operations", False),
+    "constants": ("use the names of torch's dtypes and transformer_engine.common.recipe", False),
+    "custom_recipes": ("use one of the recipes that are served", False),
+    "jit": ("use torch.compile", False),
+    "triton": ("use the modules, whose kernels are Triton's too", False),
     "Sequential": ("use torch.nn.Sequential", False),
     "InferenceParams": attention.NOT_SERVED["InferenceParams"],
     "initialize_ub": _OVERLAP,
     "destroy_ub": _OVERLAP,
     "UserBufferQuantizationMode": _OVERLAP,
     "get_cpu_offload_context": _OFFLOAD,
+    "cpu_offload": _OFFLOAD,
     "mark_not_offload": _OFFLOAD,
     "moe_permute": _MOE,
     "moe_permute_with_probs": _MOE,
