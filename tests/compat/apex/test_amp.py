@@ -145,6 +145,11 @@ def test_a_dynamic_scale_grows_after_its_window_up_to_its_limit() -> None:
         scaler.update(bool(overflow))
         seen.append(scaler.loss_scale())
     assert seen == [4, 4, 8, 8, 8, 16, 16, 16, 16, 8, 4, 2, 2]
+    scaler = amp.frontend.LossScaler("dynamic", init_scale=8.0)
+    scaler._overflow_buf = torch.ones(1, dtype=torch.int32)  # as scripts that unscale by themselves do
+    assert (scaler.update_scale(), scaler.loss_scale()) == (True, 4.0)
+    scaler.clear_overflow_state()
+    assert (scaler.update_scale(), scaler.loss_scale(), scaler._unskipped) == (False, 4.0, 1)
 
 
 def test_weights_that_are_loaded_after_initialize_reach_the_masters() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from apex import optimizers
+from apex.multi_tensor_apply import multi_tensor_applier
 from apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -602,6 +603,43 @@ def test_a_captured_step_follows_the_learning_rate_as_capturable_promises() -> N
     assert all(torch.equal(a, b) for a, b in zip(params, twins, strict=True))
     group = optimizer.state_dict()["param_groups"][0]
     assert torch.equal(group["step"], torch.tensor([4], dtype=torch.int32, device="cuda"))
+
+
+class OwnAdam(FusedAdam):
+    """As libraries derive from Apex's: it steps through amp_C and counts in its groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(key, torch.zeros_like(p))
+            lists = [
+                [p.grad for p in group["params"]],
+                list(group["params"]),
+                *([self.state[p][key] for p in group["params"]] for key in ("exp_avg", "exp_avg_sq")),
+            ]
+            multi_tensor_applier(
+                *(self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"]),
+                *(group["eps"], group["step"], self.adam_w_mode, 1, group["weight_decay"]),
+            )
+
+
+def test_a_class_derived_from_it_may_step_through_amp_c_and_its_state_goes_on_here() -> None:
+    options = {"lr": 0.1, "weight_decay": 0.2}
+    whole = parameters()
+    parts = [torch.nn.Parameter(p.detach().clone()) for p in whole]
+    run(FusedAdam, options, whole, range(4))
+    saved = run(OwnAdam, options, parts, range(2)).state_dict()
+    assert saved["param_groups"][0]["step"] == 2
+    second = FusedAdam(parts, **options)
+    second.load_state_dict(saved)
+    for step in (2, 3):
+        give_gradients(parts, step)
+        second.step()
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_sparse_gradients_raise_before_anything_is_stepped() -> None:

@@ -66,6 +66,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from apex.optimizers import FusedSGD
 from apex.parallel import DistributedDataParallel, Reducer, create_syncbn_process_group
+from apex.parallel.distributed import flat_dist_call
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
@@ -103,6 +104,9 @@ assert (net.weight.grad == 2.0).all() and (net.bias.grad == 1.0).all()
 values = [torch.full((2,), float(rank)), torch.full((3,), 4.0 * rank, dtype=torch.float64)]
 Reducer(values).reduce()
 assert (values[0] == 0.5).all() and (values[1] == 2.0).all()
+flat_dist_call(values, dist.broadcast, (1,))
+flat_dist_call([values[0]], dist.all_reduce, (dist.ReduceOp.MAX,))
+assert (values[0] == 0.25).all() and (values[1] == 2.0).all()
 
 group = create_syncbn_process_group(1)
 assert dist.get_process_group_ranks(group) == [rank]

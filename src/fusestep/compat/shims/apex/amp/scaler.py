@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 __all__ = ["LossScaler"]
 
 logger = logging.getLogger("fusestep")
@@ -33,10 +35,22 @@ class LossScaler:
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         self._unskipped = 0
+        # Scripts that unscale by themselves put their own flag here and call update_scale.
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def loss_scale(self) -> float:
         """The scale now."""
         return self._loss_scale
+
+    def clear_overflow_state(self) -> None:
+        """Lower the flag."""
+        self._overflow_buf.zero_()
+
+    def update_scale(self) -> bool:
+        """Update from the flag `_overflow_buf`, which waits for its device; whether the step is to be skipped."""
+        skips = self.dynamic and bool(self._overflow_buf.item())
+        self.update(skips)
+        return skips
 
     def update(self, has_overflow: bool) -> None:
         """After a backward pass; a fixed scale stays."""

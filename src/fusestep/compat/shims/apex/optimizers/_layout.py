@@ -94,10 +94,12 @@ class ApexOptimizer(Base):
             self._save_group(kept, states, self.param_groups[number])
             if self.counts_steps:
                 # A group without parameters counts too, since a checkpoint may be loaded where it has some.
-                applied = saved["step_counts"]["applied"]
-                kept["step"] = step = max((int(state["step"]) for state in states.values()), default=applied)
+                # A script that steps by amp_C itself counts in its groups alone.
+                applied = group.get("step", saved["step_counts"]["applied"])
+                steps = [int(state["step"]) for state in states.values() if "step" in state]
+                kept["step"] = step = max(steps, default=int(applied))
                 for state in states.values():
-                    if int(state["step"]) == step:
+                    if int(state.get("step", -1)) == step:
                         del state["step"]
                 if self.capturable or self.saves_tensors:
                     device = next((p.device for p in self.param_groups[number]["params"]), torch.device("cpu"))

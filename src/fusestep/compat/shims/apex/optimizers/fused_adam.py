@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from amp_C import multi_tensor_adam
 
 from apex.optimizers._layout import ApexOptimizer, refuse_amsgrad
 from apex.optimizers._scaler import scaled_by, without_hooks
@@ -26,6 +27,7 @@ class FusedAdam(ApexOptimizer, optim.FusedAdam):
     SERVED_BY = "fusestep.optim.FusedAdam"
     group_options = ("lr", "bias_correction", "betas", "eps", "weight_decay")
     op = "adam"
+    own_attributes = (*ApexOptimizer.own_attributes, "adam_w_mode", "multi_tensor_adam", "_dummy_overflow_buf")
 
     def __init__(
         self,
@@ -53,6 +55,10 @@ class FusedAdam(ApexOptimizer, optim.FusedAdam):
             master_weights=master_weights,
             capturable=capturable,
         )
+        # What classes derived from Apex's look for, to step by themselves.
+        self.adam_w_mode = int(adam_w_mode)
+        self.multi_tensor_adam = multi_tensor_adam
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         self._served(set_grad_none)
 
     def step(  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 # Annotations are objects here, not strings: DistributedDataParallel looks at those of a hook.
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from fusestep.compat.report import not_served, served
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -97,19 +97,30 @@ class Reducer:
         self._module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self._tensors = [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
         if self._module is not None:
-            for tensor in self._module.parameters():
-                distributed.broadcast(tensor.detach(), 0)
+            flat_dist_call(self._module.parameters(), distributed.broadcast, (0,))
 
     def reduce(self) -> None:
         """One all-reduce for each dtype and device."""
         if self._module is not None:
             self._tensors = [p.grad for p in self._module.parameters() if p.grad is not None]
-        together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in self._tensors:
-            together.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for own in together.values():
-            flat = torch._utils._flatten_dense_tensors(own)
-            distributed.all_reduce(flat)
+        flat_dist_call(self._tensors, distributed.all_reduce)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Call a collective once for each dtype and device, on all tensors of it in one piece.
+
+    Args:
+        tensors: written in place.
+        call: takes a tensor and extra_args; torch.distributed.all_reduce gives averages, as in Apex.
+    """
+    together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for own in together.values():
+        flat = torch._utils._flatten_dense_tensors(own)
+        call(flat, *(extra_args or ()))
+        if call is distributed.all_reduce:
             flat /= distributed.get_world_size()
-            for tensor, value in zip(own, torch._utils._unflatten_dense_tensors(flat, own), strict=True):
-                tensor.copy_(value)
+        torch._foreach_copy_(own, list(torch._utils._unflatten_dense_tensors(flat, own)))
