@@ -31,6 +31,10 @@ from fusestep.ops.update_kernel import chunk_of, options, places, pointers
 REDUCE: tl.constexpr = tl.constexpr(256)
 
 
+#: The least number that fp32 holds at full precision; what it divides stays finite.
+TINY: tl.constexpr = tl.constexpr(2.0**-126)
+
+
 @triton.jit
 def _direction(m, v, w, first, second, eps, decoupled):
     """u of the formula, from the moments as stored; first = 1 / (1 − β₁ᵗ), second = 1 / √(1 − β₂ᵗ)."""
@@ -49,7 +53,7 @@ def _corrections(group, step):
 def _norm(x):
     """The L2 norm of a block, whose squares are formed at the scale of its largest magnitude."""
     largest = tl.max(tl.abs(x), 0)
-    unit = tl.where((largest > 2.0**-126) & (largest < float("inf")), largest, 1.0)
+    unit = tl.where((largest > TINY) & (largest < float("inf")), largest, 1.0)
     scaled = x * (1.0 / unit)
     return unit * tl.sqrt(tl.sum(scaled * scaled, 0))
 
