@@ -240,8 +240,8 @@ class _TensorwiseCasts(Casts):
         for matrix, index, transposed in zip((x, weight), indices, columnwise, strict=True):
             options = (self.slots, index, self.forward_dtype, True, transposed, *scaling, self.counts, False)
             check_quantize(matrix, None, "", *options)
-        has_slots = self.slots is not None
-        return plan_pair(x, weight, indices, self.forward_dtype, columnwise, has_slots, *scaling, right=right)
+        of = (indices, self.forward_dtype, columnwise, self.slots, *scaling, self.counts)
+        return plan_pair(x, weight, *of, right=right)
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         key = (index, columnwise, h.shape, h.stride(), h.dtype, h.device, name)

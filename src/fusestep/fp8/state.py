@@ -9,10 +9,9 @@ a CUDA graph can hold a step, the first one included.
     rolls    (n,) int64: amaxes that entered the history
     counts   (n, 3) int64: elements cast, saturated, flushed to zero; counted while asked for
 
-A cast reads the slot's scale, or where there is none yet takes it from the slot's amax, which a pass before has then
-set to the tensor's own; and it raises the slot's amax to the tensor's. Rolling (pending.py) moves amaxes into
-histories and renews scales. Recording is idempotent between two rolls (a maximum), so a module that runs twice, or
-again for backward, does no harm.
+A cast reads the slot's scale, or where there is none yet takes it from the slot's amax and the tensor's own; and it
+raises the slot's amax to the tensor's. Rolling (pending.py) moves amaxes into histories and renews scales. Recording is
+idempotent between two rolls (a maximum), so a module that runs twice, or again for backward, does no harm.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class FP8Module(nn.Module):
         # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
         if grad and not is_counting() and all(map(_is_leaf, sources)):
             copies = self._copies_of(sources, index, casts, transposed)
-            if copies.is_current(*sources):
+            if copies.quantized is not None and copies.is_current(*sources):
                 return copies.quantized
         return None
 

@@ -6,7 +6,7 @@ x · scale is formed in fp32, saturates at the format's largest value (infinitie
 is rounded to nearest, ties to even. x is a matrix, the activation of one, or the gradient of an activation's input.
 
 The scale belongs to a *slot*, a row of `slots` (see roll_scales.py) on the device. A slot that has a scale is used as
-it is. One that has none yet takes its scale from its amax, which a pass over x before raises to max|x|:
+it is. One that has none yet takes its scale from its amax, which is raised to max|x| first:
 
     scale = largest / amax / 2^margin, bounded by 2^±126      (1 where amax is 0 or not finite)
 

@@ -6,6 +6,8 @@ longer to launch a cast than the device to make it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from fusestep import dispatch
 from fusestep.language import tl, triton
 from fusestep.ops.fp8_cast import has_fp8_cast, has_fp8_type
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import layout
+from fusestep.ops.layouts import keep, layout
 from fusestep.ops.quantize_kernel import (
     AMAX_STAGES,
     MOST_MAXIMA,
@@ -369,16 +371,21 @@ class PairPlan:
         return a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv
 
 
+#: By layouts and options; see `keep`.
+_plans: dict[tuple[Any, ...], PairPlan] = {}
+
+
 def plan_pair(
     a: Tensor,
     b: Tensor,
     indices: tuple[int, int],
     dtype: torch.dtype,
     columnwise: tuple[bool, bool],
-    has_slots: bool,
+    slots: Tensor | None,
     record: bool,
     margin: int,
     power_of_two: bool,
+    counts: Tensor | None,
     *,
     right: bool = False,
 ) -> PairPlan | None:
@@ -389,7 +396,10 @@ def plan_pair(
     if not dispatch.uses_triton("quantize", a.device):
         return None
     a_shape, b_shape = (a.shape[0], a.shape[1]), (b.shape[0], b.shape[1])
-    return PairPlan(
-        *(a.device, (a_shape, a_stride), (b_shape, b_stride), indices, dtype, columnwise),
-        *(has_slots, record, margin, power_of_two, right),
-    )
+    layouts = (a.device, (a_shape, a_stride), (b_shape, b_stride))
+    options = (indices, dtype, columnwise, slots is not None, record, margin, power_of_two, right)
+    key = (layouts, a.dtype, b.dtype, options, counts is None)
+    plan: PairPlan | None = _plans.get(key)
+    if plan is None:
+        plan = keep(_plans, key, PairPlan(*layouts, *options))
+    return plan
