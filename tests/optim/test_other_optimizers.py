@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fusestep import fp8
 from fusestep.errors import UserError
 from fusestep.language import tl
+from fusestep.nn import Linear
 from fusestep.ops import adagrad as adagrad_op
 from fusestep.ops import gradient_norm as norm_op
 from fusestep.ops import lamb_kernel, novograd_kernel
@@ -589,6 +591,34 @@ def test_sparse_gradients_are_refused_before_anything_moves(cls: type[Any]) -> N
 def test_options_out_of_range_are_one_sentence(cls: type[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         cls(parameters(torch.device("cpu"), [(3,)]), **options)
+
+
+# --- FP8
+
+
+@pytest.mark.parametrize("cls", FUSED)
+@pytest.mark.parametrize("lives_in_fp8", [False, True])
+def test_fp8_modules_multiply_by_the_weights_after_the_step(
+    device: torch.device, cls: type[Any], lives_in_fp8: bool
+) -> None:
+    with fp8.fp8_model_init(enabled=lives_in_fp8):
+        layer = Linear(32, 48, device=device)
+    optimizer = cls(layer.parameters(), master_weights=True, **{**OPTIONS[cls], "max_grad_norm": math.inf})
+    x = torch.randn(16, 32).to(device)
+    for number in range(3):
+        with fp8.fp8_autocast(recipe=fp8.Float8CurrentScaling()):
+            loss = layer(x).square().mean() * (math.nan if number == 1 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (int(optimizer.applied_steps), int(optimizer.skipped_steps)) == (2, 1)
+    weight = optimizer.state[layer.weight]["master_param"] if lives_in_fp8 else layer.weight.detach()
+    fresh = Linear(32, 48, device=device)
+    with torch.no_grad():
+        fresh.weight.copy_(weight)
+        fresh.bias.copy_(layer.bias)
+    with fp8.fp8_autocast(recipe=fp8.Float8CurrentScaling()):
+        assert torch.equal(layer(x), fresh(x))
 
 
 # --- launches
