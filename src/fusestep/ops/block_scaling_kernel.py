@@ -11,7 +11,7 @@ Maxima never lose a NaN: they either propagate it, or are of the bits of |x| as 
 from __future__ import annotations
 
 from fusestep.language import tl, triton
-from fusestep.ops.fp8_cast import fp8_words, scaled_values, transposed_words
+from fusestep.ops.fp8_cast import fp8_words, scaled_values, sums_of_columns, transposed_words, turned
 from fusestep.ops.roll_scales import LARGEST_SCALE
 
 _SMALLEST_INVERSE = tl.constexpr(1.0 / LARGEST_SCALE)
@@ -192,18 +192,6 @@ def _column_magnitudes(half):
 
 
 @triton.jit
-def _turned(values, PARTS: tl.constexpr):
-    """Values (rows, 128) with their rows in PARTS groups: (PARTS · 128, rows / PARTS / 2) of even and of odd rows.
-
-    A split wants its pairs within threads, so that the columns go to one warp each, through shared memory, with no two
-    threads at one bank. A reduction over rows that lie in several warps would have 16 of them there.
-    """
-    ROWS: tl.constexpr = values.shape[0] // PARTS
-    values = tl.permute(tl.reshape(values, [PARTS, ROWS, 128]), [0, 2, 1])
-    return tl.split(tl.reshape(values, [PARTS * 128, ROWS // 2, 2]))
-
-
-@triton.jit
 def _column_scales(
     magnitudes,
     scales_ptr,  # of the first block and column
@@ -217,7 +205,7 @@ def _column_scales(
 ):
     """The scales of PARTS blocks down of these, wide as they are; stored."""
     ROWS: tl.constexpr = magnitudes.shape[0]
-    even, odd = _turned(magnitudes, PARTS)
+    even, odd = turned(magnitudes, PARTS)
     scale, stored = _scales(tl.max(_bits(_larger(even, odd)), axis=1), E4M3, POWER_OF_TWO, WIDTH)
     block = tl.arange(0, PARTS)[:, None]
     column = tl.arange(0, 128)[None, :]
@@ -310,8 +298,7 @@ def quantize_blocks_kernel(
     if sums_ptr is not None:
         a, b, c, d = top
         e, f, g, h = bottom
-        even, odd = _turned(((a + b) + (c + d)) + ((e + f) + (g + h)), 1)
-        total = tl.sum(even + odd, axis=1)
+        total = sums_of_columns(((a + b) + (c + d)) + ((e + f) + (g + h)))
         column = tl.arange(0, 128)
         tl.store(sums_ptr + row_tile * columns + first_column + column, total, mask=column < width)
 

@@ -177,6 +177,30 @@ def transposed_words(a, b, c, d, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def turned(values, PARTS: tl.constexpr):
+    """Values (rows, columns) with their rows in PARTS groups: (PARTS · columns, rows / PARTS / 2) of even and odd rows.
+
+    A split wants its pairs within threads, so that each column goes to one warp, through shared memory, with no two
+    threads at one bank. A reduction over rows that lie in several warps would have 8 or 16 of them there.
+    """
+    ROWS: tl.constexpr = values.shape[0] // PARTS
+    COLUMNS: tl.constexpr = values.shape[1]
+    values = tl.permute(tl.reshape(values, [PARTS, ROWS, COLUMNS]), [0, 2, 1])
+    return tl.split(tl.reshape(values, [PARTS * COLUMNS, ROWS // 2, 2]))
+
+
+@triton.jit
+def sums_of_columns(values):
+    """The sums over the rows of (rows, columns), always in the same order."""
+    if values.shape[0] == 1:
+        sums = tl.sum(values, axis=0)
+    else:
+        even, odd = turned(values, 1)
+        sums = tl.sum(even + odd, axis=1)
+    return sums
+
+
+@triton.jit
 def count_cast(counts_ptr, index, values, scaled, E4M3: tl.constexpr):
     """Count what saturates, and what is flushed to zero: from half of the format's smallest value down.
 

@@ -24,6 +24,7 @@ from fusestep.ops.fp8_cast import (
     raise_amax_bits,
     scale_from_amax,
     scaled_values,
+    sums_of_columns,
     transposed_words,
 )
 from fusestep.ops.launch import PreparedLaunch
@@ -375,9 +376,9 @@ def cast_tiles(
     if partials_ptr is not None:
         partials_ptr += (program // across) * sums_width
         column = first_column + tl.arange(0, COLUMNS)
-        tl.store(partials_ptr + column, tl.sum(total, axis=0), mask=column < columns)
+        tl.store(partials_ptr + column, sums_of_columns(total), mask=column < columns)
         if HALVES == 2:
-            tl.store(partials_ptr + columns + column, tl.sum(second_total, axis=0), mask=column < columns)
+            tl.store(partials_ptr + columns + column, sums_of_columns(second_total), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows", "index", "maxima"])
