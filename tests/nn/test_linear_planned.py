@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusestep import dispatch, fp8
-from fusestep.fp8.casting import _TensorwiseCasts
+from fusestep.fp8.casting import Casts, _TensorwiseCasts
 from fusestep.nn import Linear
 from fusestep.ops.planned_product import PlannedProduct
 
@@ -24,13 +24,14 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def steps(layer: Linear, recipe: fp8.Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """Outputs and gradients of two steps, of random data that are the same every time."""
+    device = next(layer.parameters()).device
     generator = torch.Generator().manual_seed(5)
     found: list[Tensor] = []
     for step in range(2):
-        x = torch.randn(shape, generator=generator).mul_(3**step).to(dtype).requires_grad_()
+        x = torch.randn(shape, generator=generator).mul_(3**step).to(device, dtype).requires_grad_()
         with fp8.fp8_autocast(recipe=recipe):
             y = layer(x)
-        dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+        dy = torch.randn(y.shape, generator=generator).to(device, y.dtype)
         wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
         found += [y, *torch.autograd.grad(y, wanted, dy)]
     return found
@@ -108,3 +109,20 @@ def test_what_is_kept_may_come_back_with_other_strides(monkeypatch: pytest.Monke
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     assert strides == [1] * 6  # which cuBLASLt asks for
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(64, 256, 512), (512, 768, 2304), (320, 1600, 4800)])
+def test_on_the_device_too(
+    recipe: fp8.Recipe, rows: int, columns: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fp8.support()[0]:
+        pytest.skip("this GPU does not multiply FP8")
+    layer = Linear(columns, outputs, dtype=torch.bfloat16, device="cuda")
+    found = steps(layer, recipe, (rows, columns), torch.bfloat16)
+    layer._reset_fp8()
+    monkeypatch.setattr(_TensorwiseCasts, "planned_product", lambda *_: None)
+    monkeypatch.setattr(_TensorwiseCasts, "operands", Casts.operands)  # and each by itself
+    for ours, theirs in zip(found, steps(layer, recipe, (rows, columns), torch.bfloat16), strict=True):
+        assert torch.equal(ours, theirs)
