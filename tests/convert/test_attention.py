@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,8 +109,11 @@ def test_calls_that_are_not_taken_go_to_torchs_own_forward() -> None:
             assert torch.equal(ours, theirs)
             assert (our_weights is None) == (their_weights is None)
             assert our_weights is None or torch.equal(our_weights, their_weights)
-    with pytest.raises(RuntimeError, match="attn_mask"):
-        new(x, x, x, need_weights=False, is_causal=True)
+    for wrong in ({"is_causal": True}, {"attn_mask": torch.zeros(1, S)}, {"attn_mask": torch.zeros(S, S).int()}):
+        with pytest.raises((RuntimeError, AssertionError)) as theirs:
+            old(x, x, x, need_weights=False, **wrong)
+        with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+            new(x, x, x, need_weights=False, **wrong)
     old.eval()
     new.eval()
     with torch.no_grad():  # torch's fast path
@@ -266,14 +270,13 @@ def test_the_plain_training_script_trains_alike(models: SimpleNamespace, norm_fi
     assert losses[0][-1] < losses[0][0]
 
 
-def test_eager_attention_of_a_library_is_named(models: SimpleNamespace) -> None:
+def test_attention_of_a_library_is_named(models: SimpleNamespace) -> None:
     class OwnAttention(nn.Module):
         def __init__(self, chosen: str) -> None:
             super().__init__()
             self.config = SimpleNamespace(_attn_implementation=chosen)
             self.proj = nn.Linear(4, 4)
 
-    model = nn.Sequential(OwnAttention("eager"), OwnAttention("sdpa"))
-    (row,) = convert(model).rows
-    assert row.path == "0"
-    assert "attn_implementation='sdpa'" in row.reason
+    eager, sdpa = convert(nn.Sequential(OwnAttention("eager"), OwnAttention("sdpa"))).left
+    assert "attn_implementation='sdpa'" in eager.reason
+    assert "one kernel already (sdpa)" in sdpa.reason

@@ -128,7 +128,7 @@ def test_fp32_agrees_and_undo_gives_back_the_same_bits(library: Any, family: str
         before = results(model, given)
         report = convert(model)
         assert len(report.swapped) == SWAPPED[family], str(report)
-        assert report.left == (), str(report)
+        assert {row.kind.endswith("Attention") for row in report.left} == {True}, str(report)
         after = results(model, given)
         assert after.keys() == before.keys()
         worst = max(distance(after[name], before[name]) for name in before)

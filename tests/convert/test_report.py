@@ -50,7 +50,7 @@ def test_plain_values(models: SimpleNamespace) -> None:
     assert told["schema"] == 1
     assert told["dry_run"] is False
     assert {module["path"] for module in told["modules"]} >= {"layers.0", "layers.0.mlp", "norm"}
-    norm = next(module for module in told["modules"] if module["path"] == "norm")
+    norm = next(module for module in told["modules"] if module["path"] == "layers.0.input_layernorm")
     assert norm["class"] == "PlainRMSNorm"
     assert norm["became"] == "FusedPlainRMSNorm"
     assert 0 <= norm["error"] < 1e-5

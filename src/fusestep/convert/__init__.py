@@ -53,7 +53,7 @@ def convert(
 
     Args:
         model: any module; its parameters may be on the meta device, where random weights stand in for them in trials.
-        skip: patterns of module paths, as of fnmatch ("*.layers.0.*"), that stay as they are.
+        skip: patterns of module paths, as of fnmatch ("*.layers.0"); those modules and all in them stay as they are.
         fp8: the recipe with which linear layers multiply, for instance fusestep.fp8.DelayedScaling(); None: none does.
             The model's forward then runs within `fp8_autocast` with that recipe, unless it is called in a region of
             your own.

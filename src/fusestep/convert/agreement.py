@@ -6,6 +6,7 @@ part, old and new are both compared with the old module in fp32, and the new one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -101,12 +102,16 @@ def usual_trials(dtype: torch.dtype, device: torch.device) -> list[Trial]:
 
 
 class Trials:
-    """Tries swaps; keeps the results of modules on the meta device, whose like need not be tried twice."""
+    """Tries swaps.
+
+    Of modules that differ in their weights' values alone, as repeated layers do, the first goes through all trials and
+    the others through the plain one; where the values are not known, on the meta device, the first speaks for all.
+    """
 
     def __init__(self, default: Tensor | None) -> None:
         """`default`: its device and dtype are taken for modules that have no parameter."""
         self._default = default
-        self._known: dict[Any, Agreement] = {}
+        self._known: dict[Any, Agreement] = {}  # what agreed, by signature
 
     def run(
         self,
@@ -130,9 +135,10 @@ class Trials:
         if first is None:
             first = torch.empty(0)
         is_meta = first.device.type == "meta"
-        key = (kind, *signature(module)) if is_meta else None
-        if key is not None and key in self._known:
-            return self._known[key]
+        key = (kind, *signature(module))
+        known = self._known.get(key)
+        if known is not None and is_meta:
+            return known
         device = torch.device("cpu") if is_meta else first.device
         with undisturbed(device):
             old = twin(module, materialised if is_meta else None)
@@ -141,8 +147,12 @@ class Trials:
             new = twin(old)
             become(new, kind, attributes)
             pair = _Pair(old, new, inputs, device, first.dtype)
-            found = pair.compare(usual_trials(first.dtype, device) if trials is None else trials)
-        if key is not None:
+            wanted = usual_trials(first.dtype, device) if trials is None else trials
+            try:
+                found = pair.compare(wanted if known is None else [trial for trial in wanted if not trial.name])
+            except torch.OutOfMemoryError:
+                return Agreement(False, reason="there is no memory left to try it")
+        if found.ok and known is None:
             self._known[key] = found
         return found
 
@@ -159,6 +169,7 @@ class _Pair:
         dtype: torch.dtype,
     ) -> None:
         self.old, self.new, self.inputs, self.device, self.dtype = old, new, inputs, device, dtype
+        self._wide: dict[torch.dtype, nn.Module] = {}
 
     def compare(self, trials: Sequence[Trial]) -> Agreement:
         """The result of all trials, or of the first that disagrees."""
@@ -167,6 +178,8 @@ class _Pair:
         for trial in trials:
             try:
                 old = self._results(self.old, trial, nullcontext if trial.only_new else trial.region)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 # What the old module cannot do, the new one need not; but the plain trial is what it is for.
                 if not trial.name:
@@ -174,6 +187,8 @@ class _Pair:
                 continue
             try:
                 new = self._results(self.new, trial, trial.region)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 return Agreement(False, reason=_told(trial, f"it raises {_sentence(error)}"))
             found = self._judged(trial, old, new)
@@ -220,14 +235,21 @@ class _Pair:
         if error <= tolerance and not is_narrow:
             return Agreement(True, error)
         wide = torch.float32 if is_narrow else torch.float64
-        old_module = self.old if trial.weights is None else _in_dtype(self.old, trial.weights)  # of the same numbers
-        truth = self._results(_in_dtype(old_module, wide), trial, nullcontext, wide)
+        truth = self._results(self._widened(trial, wide), trial, nullcontext, wide)
         found, where = _largest(new, truth)
         own, _ = _largest(old, truth)
-        if found <= max(SLACK * own, tolerance):
+        if math.isfinite(found) and found <= max(SLACK * own, tolerance):
             return Agreement(True, error if trial.name else found, None if trial.name else own)
         what = f"{where} is {found:.1e} from that of a wider dtype, the old module's {own:.1e}"
         return Agreement(False, found, own, reason=_told(trial, what))
+
+    def _widened(self, trial: Trial, dtype: torch.dtype) -> nn.Module:
+        """The old module in a wider dtype, with the very numbers that it has in this trial."""
+        if trial.weights is not None:
+            return _in_dtype(_in_dtype(self.old, trial.weights), dtype)
+        if dtype not in self._wide:
+            self._wide[dtype] = _in_dtype(self.old, dtype)
+        return self._wide[dtype]
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:

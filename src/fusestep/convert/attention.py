@@ -88,9 +88,17 @@ class FusedMultiheadAttention(Kind):
         if need_weights or key_padding_mask is not None or query is not key or key is not value:
             return super().forward(query, key, value, *options)  # type: ignore[no-any-return]
         is_inference = not self.training and not torch.is_grad_enabled()
-        if query.dim() != 3 or query.is_nested or is_inference or (is_causal and attn_mask is None):
+        if query.dim() != 3 or query.is_nested or is_inference or not self._knows(query, attn_mask, is_causal):
             return super().forward(query, key, value, *options)  # type: ignore[no-any-return]
         return self._attended(query, attn_mask, is_causal), None
+
+    def _knows(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+        """Whether the mask is one that torch takes; it has its own words for others."""
+        if mask is None:
+            return not is_causal
+        batch, length = (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
+        is_shaped = mask.shape in ((length, length), (batch * self.num_heads, length, length))
+        return is_shaped and (mask.dtype is torch.bool or mask.is_floating_point())
 
     def _attended(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         mixed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
@@ -165,12 +173,14 @@ def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     return calls
 
 
-def _eager(module: nn.Module) -> bool | str:
-    """Attention of Hugging Face's that is told to write its scores to memory."""
+def _library_attention(module: nn.Module) -> bool | str:
+    """Attention of Hugging Face's, which picks a kernel by a setting."""
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if chosen != "eager" or not type(module).__name__.endswith("Attention"):
+    if not isinstance(chosen, str) or not type(module).__name__.endswith("Attention"):
         return False
-    return "it writes its scores to memory: load the model with attn_implementation='sdpa'"
+    if chosen == "eager":
+        return "it writes its scores to memory: load the model with attn_implementation='sdpa'"
+    return f"its attention is one kernel already ({chosen}); what is around it is the library's"
 
 
 PATTERNS = (
@@ -181,6 +191,6 @@ PATTERNS = (
         _inputs,
         quiet=("dropout",),
     ),
-    # Told, never swapped: its scores may be asked for.
-    Pattern("attention", FusedMultiheadAttention, _eager, _inputs),
+    # Told, never swapped: what happens between its products differs from version to version.
+    Pattern("attention", FusedMultiheadAttention, _library_attention, _inputs),
 )

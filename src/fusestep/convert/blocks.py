@@ -46,19 +46,21 @@ def add_and_normalise(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tens
 class FusedBlock(Kind):
     """What blocks share: they are looked up by their class's name, and answer through their norms."""
 
-    prefix = ""
-    second_norm: str
+    _prefix = ""
+    _second_norm: str
 
     def implementation(self) -> Choice:
         """What the norm with its residual add runs as, and why."""
-        choice: Choice = getattr(self, self.second_norm).implementation()
-        return Choice(choice.implementation, f"residual add in {self.second_norm}: {choice.reason}", choice.is_fallback)
+        choice: Choice = getattr(self, self._second_norm).implementation()
+        return Choice(
+            choice.implementation, f"residual add in {self._second_norm}: {choice.reason}", choice.is_fallback
+        )
 
 
 class FusedEncoderLayer(FusedBlock):
     """nn.TransformerEncoderLayer, while training or in FP8; else torch's own forward with its fast path."""
 
-    second_norm = "norm2"
+    _second_norm = "norm2"
     norm1: nn.Module
     norm2: nn.Module
     norm_first: bool
@@ -102,7 +104,7 @@ class FusedEncoderLayer(FusedBlock):
 class FusedLlamaBlock(FusedBlock):
     """x ← x + attention(norm(x)), x ← x + mlp(norm(x)), its parts named as in Llama."""
 
-    second_norm = "post_attention_layernorm"
+    _second_norm = "post_attention_layernorm"
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     self_attn: nn.Module
@@ -120,7 +122,7 @@ class FusedLlamaBlock(FusedBlock):
 class FusedGPT2Block(FusedBlock):
     """The same with GPT-2's names."""
 
-    second_norm = "ln_2"
+    _second_norm = "ln_2"
     ln_1: nn.Module
     ln_2: nn.Module
     attn: nn.Module
@@ -141,7 +143,7 @@ class FusedGPT2Block(FusedBlock):
 class FusedPostNorm(FusedBlock):
     """norm(x + dropout(dense(h))), as BERT and its kin end their sublayers."""
 
-    second_norm = "LayerNorm"
+    _second_norm = "LayerNorm"
     LayerNorm: nn.Module
     dense: nn.Module
     dropout: nn.Module
@@ -182,7 +184,7 @@ def _has_parts(module: nn.Module, kind: type[FusedBlock], parts: set[str]) -> bo
     """Whether a module's children are just these, and its second norm is one of ours."""
     if isinstance(module, FusedBlock) or module._parameters or module._modules.keys() != parts:
         return False
-    return True if adds(module._modules[kind.second_norm]) else f"{kind.second_norm} is not swapped, or has hooks"  # type: ignore[arg-type]
+    return True if adds(module._modules[kind._second_norm]) else f"{kind._second_norm} is not swapped, or has hooks"  # type: ignore[arg-type]
 
 
 def _llama_block(module: nn.Module) -> bool | str:

@@ -20,15 +20,15 @@ ADDED = "_added_by_conversion"
 
 
 class Kind(nn.Module):
-    """What ours have in common.
+    """What ours have in common. Names with an underscore: an old class's own names must not be hidden by chance.
 
     Attributes:
-        prefix: stands before the old class's name in the new one; empty where others look the class up by its name.
+        _prefix: stands before the old class's name in the new one; empty where others look the class up by its name.
     """
 
-    prefix = "Fused"
+    _prefix = "Fused"
 
-    def released(self) -> None:
+    def _released(self) -> None:
         """Take back what a module of this kind has left outside of itself, as it becomes the old one again."""
 
 
@@ -37,7 +37,7 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn
     known = _made.get((kind, original))
     if known is not None:
         return known
-    prefix = getattr(kind, "prefix", "Fused")
+    prefix = getattr(kind, "_prefix", "Fused")
     name = original.__name__ if original.__name__.startswith(prefix) else prefix + original.__name__
     # Not inherited ones: what others make of our classes is theirs.
     kinds, base = original.__dict__.get("_kinds", ()), original.__dict__.get("_base", original)
@@ -135,7 +135,7 @@ def release(module: nn.Module) -> None:
     """Make a module what it was before it last became another."""
     *before, last = module.__dict__[ADDED]
     if isinstance(module, Kind):
-        module.released()
+        module._released()
     if _is_own_forward(module):
         del module.__dict__["forward"]
     for name in last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.utils import parametrize
 from fusestep.convert.agreement import Agreement, Trials
 from fusestep.convert.classes import become, is_converted
 from fusestep.convert.linears import FP8Forward, FP8Linear, check_arguments, fp8_patterns
-from fusestep.convert.patterns import Pattern, Stage, is_a, known_patterns
+from fusestep.convert.patterns import Pattern, Stage, is_a, is_named, known_patterns
 from fusestep.convert.report import Report, Row
 from fusestep.errors import UserError
 
@@ -64,9 +63,7 @@ class _Walk:
         self.swaps: list[tuple[str, nn.Module]] = []
         self._rows: dict[tuple[str, Stage], Row] = {}
         self._order = {path: number for number, (path, _) in enumerate(model.named_modules())}
-        self._passed_over = {
-            id(module) for path, module in model.named_modules() if any(fnmatchcase(path, one) for one in skip)
-        }
+        self._passed_over = {id(module) for path, module in model.named_modules() if is_named(path, skip)}
         default: Tensor | None = next((p for p in model.parameters() if p.is_floating_point()), None)
         self._trials = Trials(default)
 

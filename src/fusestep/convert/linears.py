@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from fusestep.convert.agreement import Call, Probe, Trial
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, is_a, rows
+from fusestep.convert.patterns import Pattern, is_a, is_named, rows
 from fusestep.errors import UserError
 from fusestep.fp8 import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, context, fp8_autocast
 from fusestep.fp8.context import Region
@@ -36,7 +35,7 @@ _ROUTERS = {"router", "gate"}
 class FP8Linear(Linear, Kind):
     """nn.Linear that multiplies in FP8 within an fp8_autocast region."""
 
-    prefix = "FP8"
+    _prefix = "FP8"
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:  # noqa: A002 (nn.Linear's name)
         return super().forward(input, is_first_microbatch)
@@ -48,7 +47,7 @@ class FP8Linear(Linear, Kind):
             reset(self)
         self._reset_fp8()
 
-    def released(self) -> None:
+    def _released(self) -> None:
         if getattr(self.weight, ATTRIBUTE, None) is not None:
             delattr(self.weight, ATTRIBUTE)  # copies that the optimizer was asked to write
 
@@ -78,7 +77,7 @@ class FP8Conv1D(FP8Linear):
 class FP8Forward(Kind):
     """A model whose forward runs within fp8_autocast, unless it is called in a region of the caller's own."""
 
-    prefix = ""
+    _prefix = ""
     fp8_recipe: Recipe
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +185,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
         names = path.split(".")
         if isinstance(module, nn.MultiheadAttention):
             reasons[id(module.out_proj)] = "nn.MultiheadAttention multiplies by its weight without calling it"
-        elif any(fnmatchcase(path, pattern) for pattern in skip):
+        elif is_named(path, skip):
             reasons[id(module)] = "fp8_skip names it"
         elif id(module._parameters.get("weight")) in tied and not isinstance(module, nn.Embedding):
             reasons[id(module)] = "it shares its weight with an embedding"

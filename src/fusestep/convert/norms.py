@@ -37,7 +37,7 @@ _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 class FusedNorm(Kind):
     """What the kinds share: the norm of x, or of x + residual, over the last dimension."""
 
-    centred = False
+    _centred = False
     weight: Tensor
     fused_eps: str | float  # its attribute's name, or itself
 
@@ -58,9 +58,9 @@ class FusedNorm(Kind):
         weight = self._scale()
         total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         dtype = self._dtype(total)
-        bias = self._parameters.get("bias") if self.centred else None
+        bias = getattr(self, "bias", None) if self._centred else None
         who = type(self).__name__
-        return normalise(self.centred, who, x, weight.shape, weight, bias, eps, residual, False, dtype)
+        return normalise(self._centred, who, x, weight.shape, weight, bias, eps, residual, False, dtype)
 
     def _scale(self) -> Tensor:
         """What the normalised row is multiplied by."""
@@ -72,7 +72,7 @@ class FusedNorm(Kind):
 
     def implementation(self) -> Choice:
         """What a call gets on the device of the weight, and why."""
-        return explain(self.centred, self.weight, None)
+        return explain(self._centred, self.weight, None)
 
 
 class ScaledRMSNorm(FusedNorm):
@@ -104,7 +104,7 @@ class ZeroCentredRMSNorm(FusedNorm):
 class CentredNorm(FusedNorm):
     """(x − mean(x)) / √var(x) · w + b, as torch.nn.functional.layer_norm."""
 
-    centred = True
+    _centred = True
 
     def _dtype(self, x: torch.dtype) -> None:  # noqa: ARG002
         return None
@@ -151,7 +151,7 @@ def _named_norm(kind: type[FusedNorm], what: str, eps: float | None) -> Pattern:
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm, FusedNorm)) or not _NAMED_NORM.search(type(module).__name__):
             return False
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        allowed = {"weight", "bias"} if kind.centred else {"weight"}
+        allowed = {"weight", "bias"} if kind._centred else {"weight"}
         if next(module.children(), None) is not None or (_eps_name(module) is None) is (eps is None):
             return False
         if "weight" not in parameters or not parameters.keys() <= allowed or module._buffers:

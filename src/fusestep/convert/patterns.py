@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -88,6 +89,13 @@ def known_patterns() -> list[Pattern]:
 
     ours = (gated_mlp.PATTERNS, norms.PATTERNS, activations.PATTERNS, attention.PATTERNS, blocks.PATTERNS)
     return [*_registered, *(pattern for patterns in ours for pattern in patterns)]
+
+
+def is_named(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the path of a module, or of one that it is inside of."""
+    parts = path.split(".")
+    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return any(fnmatchcase(one, pattern) for one in paths for pattern in patterns)
 
 
 def is_a(module: object, kind: type) -> bool:
