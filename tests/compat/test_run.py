@@ -68,7 +68,7 @@ PROGRAMS = {
 CASES = [
     *(["look.py", "-m", "--help", "--", "--report", "x"], ["./folder", "y"], ["fail.py"], ["leave.py"], ["say.py"]),
     *(["syntax.py"], ["interrupt.py"], ["usererror.py"], ["hook.py"]),
-    *(["-m", "package", "--report"], ["-m", "package.failing"]),
+    *(["-m", "package", "--report", "--", "-m", "x"], ["-mpackage", "--", "x"], ["-m", "package.failing"]),
 ]
 
 
@@ -112,6 +112,8 @@ def test_a_module_whose_package_raises_shows_where(scripts: Path) -> None:
         (["--te-layout", "thd", "look.py"], "--te-layout is 'thd'; choose bshd (batch first)"),
         (["--report", "/no/such/folder/x.json", "look.py"], "--report is /no/such/folder/x.json, which cannot be"),
         ([], "name a SCRIPT, or -m MODULE"),
+        (["-m"], "name a SCRIPT, or -m MODULE"),
+        (["--report"], "expected one argument"),
         (["--reprot", "x", "look.py"], "unrecognized arguments: --reprot"),
     ],
 )

@@ -91,16 +91,30 @@ def _parse(arguments: Sequence[str]) -> _Options:
         help="read (batch, sequence, width) in Transformer Engine's layers where the script names no layout",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was served as JSON")
-    # Everything behind either belongs to the script, whatever it looks like.
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
-    )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
-    found = parser.parse_args(list(arguments))
-    program = found.script if found.module is None else found.module
+    # For the help alone: what it names, and all behind that, is split off first.
+    parser.add_argument("-m", metavar="MODULE", help="run a module, as python -m does")
+    own, program, is_module = _split(list(arguments))
+    found = parser.parse_args(own)
     if not program:
         parser.error("name a SCRIPT, or -m MODULE")
-    return _Options(program[0], program[1:], found.module is not None, found.te_layout, found.report)
+    return _Options(program[0], program[1:], is_module, found.te_layout, found.report)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str], bool]:
+    """Our options; the script or module, with all that is behind it whatever it looks like; whether it is a module."""
+    place = 0
+    while place < len(arguments):
+        argument = arguments[place]
+        if argument == "--":
+            return arguments[:place], arguments[place + 1 :], False
+        if argument == "-m":
+            return arguments[:place], arguments[place + 1 :], True
+        if argument.startswith("-m"):
+            return arguments[:place], [argument[2:], *arguments[place + 1 :]], True
+        if not argument.startswith("-"):
+            return arguments[:place], arguments[place:], False
+        place += 2 if argument in ("--te-layout", "--report") else 1
+    return arguments, [], False
 
 
 @dataclass
