@@ -191,8 +191,10 @@ def test_first_and_last_blocks_by_choice(models: SimpleNamespace) -> None:
     in_fp8 = {path.split(".")[1] for path, module in model.named_modules() if isinstance(module, FP8Linear)}
     assert in_fp8 == {"1"}
     reasons = {row.path: row.reason for row in report.left}
-    assert reasons["layers.0.mlp.up_proj"] == "it is in one of the first 1 blocks"
-    assert reasons["layers.2.mlp.up_proj"] == reasons["layers.3.mlp.up_proj"] == "it is in one of the last 2 blocks"
+    assert reasons["layers.0.mlp.up_proj"] == "fp8_keep_blocks keeps the first block"
+    assert (
+        reasons["layers.2.mlp.up_proj"] == reasons["layers.3.mlp.up_proj"] == "fp8_keep_blocks keeps the last 2 blocks"
+    )
 
 
 def test_without_being_asked_no_linear_layer_changes(models: SimpleNamespace) -> None:

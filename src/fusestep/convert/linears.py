@@ -196,7 +196,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
         elif any(name.startswith("lora_") for name in names):
             reasons[id(module)] = "low-rank adapters stay in the model's dtype"
         elif (which := _kept_block(model, names, keep)) is not None:
-            reasons[id(module)] = f"it is in one of the {which} blocks"
+            reasons[id(module)] = f"fp8_keep_blocks keeps the {which}"
     return reasons
 
 
@@ -210,15 +210,15 @@ def _head_of(model: nn.Module) -> object:
 
 
 def _kept_block(model: nn.Module, names: Sequence[str], keep: tuple[int, int]) -> str | None:
-    """'first 1' or 'last 2' where the path leads through such a block."""
+    """'first block' or 'last 2 blocks' where the path leads through one of them."""
     first, last = keep
     module = model
     for name in names:
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and name.isdecimal():
             if int(name) < first:
-                return f"first {first}"
+                return "first block" if first == 1 else f"first {first} blocks"
             if int(name) >= len(module) - last:
-                return f"last {last}"
+                return "last block" if last == 1 else f"last {last} blocks"
             return None  # a list inside a block is no list of blocks
         module = module._modules.get(name) or nn.Module()
     return None
