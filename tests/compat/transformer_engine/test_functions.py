@@ -68,6 +68,13 @@ def test_checkpoint_meets_the_states_of_a_tracker_again(te: ModuleType, reentran
         assert torch.equal(one, other)
 
 
+def test_options_that_torch_refuses_are_handed_to_it(te: ModuleType) -> None:
+    x = torch.ones(2, requires_grad=True)
+    te.checkpoint(torch.sin, x, use_reentrant=False, determinism_check="none", debug=False).sum().backward()
+    with pytest.raises(ValueError, match="only supported when use_reentrant=False"):
+        te.checkpoint(torch.sin, x, debug=True)
+
+
 def test_streams_of_random_numbers(te: ModuleType) -> None:
     tracker = te.CudaRNGStatesTracker()
     tracker.add("a", 1)

@@ -85,6 +85,7 @@ def test_the_default_layout_has_the_sequence_first_and_says_so_once(te: ModuleTy
     assert "of 3" in hint
     assert "of 9" in hint
     layer(torch.randn(2, 9, 16))  # only the first call is looked at
+    te.MultiheadAttention(16, 2, **CPU)(torch.randn(4, 9, 16))  # and one line is enough
     assert len(report.snapshot().hints) == 1
 
 
@@ -320,6 +321,7 @@ def test_gradients_of_weights_go_to_main_grad(te: ModuleType) -> None:
         if one.dim() == 2:
             assert one.grad is None, name
             assert torch.equal(one.main_grad, 2 * other.grad.float()), name
+            assert one.grad_added_to_main_grad
         else:
             assert torch.equal(one.grad, 2 * other.grad), name
             assert not one.main_grad.any(), name

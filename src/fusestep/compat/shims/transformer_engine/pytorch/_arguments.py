@@ -148,6 +148,9 @@ def layout_of(chosen: str) -> Layout:
     return cast("Layout", chosen)
 
 
+_ADVICE = "Transformer Engine's layers take"
+
+
 def advise_on_layout(argument: str, lengths: tuple[int, int]) -> None:
     """Say once, at the end of the run, that attention ran over the first dimension though that looks like the batch.
 
@@ -155,12 +158,13 @@ def advise_on_layout(argument: str, lengths: tuple[int, int]) -> None:
         argument: the one that names the layout.
         lengths: of the first two dimensions, with a causal mask and a layout that nobody chose.
     """
-    if lengths[0] < lengths[1]:
-        report.hint(
-            f"Transformer Engine's layers take (sequence, batch, …) unless told otherwise, so attention ran over the "
-            f"first dimension, of {lengths[0]}, and not over the second, of {lengths[1]}; if the first is your batch, "
-            f'pass {argument}="bshd", or run `fusestep run --te-layout bshd`.'
-        )
+    if lengths[0] >= lengths[1] or any(hint.startswith(_ADVICE) for hint in report.snapshot().hints):
+        return
+    report.hint(
+        f"{_ADVICE} (sequence, batch, …) unless told otherwise, so attention ran over the first dimension, of "
+        f'{lengths[0]}, and not over the second, of {lengths[1]}; if the first is your batch, pass {argument}="bshd", '
+        "or run `fusestep run --te-layout bshd`."
+    )
 
 
 def one_of(who: str, new: str, value: Any, old: str, old_value: Any) -> Any:
@@ -202,3 +206,4 @@ def _add_to_main_grad(weight: torch.Tensor) -> None:
     if weight.grad is not None:
         main.add_(weight.grad)
         weight.grad = None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron's hooks look at

@@ -50,7 +50,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     run: Callable[..., Any] = functools.partial(function, **kwargs)
     if tracker is not None:
         run = _with_same_states(run, tracker())
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=reentrant, **({} if reentrant else options))
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=reentrant, **options)
 
 
 def _with_same_states(function: Callable[..., Any], tracker: Any) -> Callable[..., Any]:
