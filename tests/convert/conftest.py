@@ -29,6 +29,27 @@ class PlainRMSNorm(nn.Module):
         return self.weight * (x * scale).to(hidden_states.dtype)
 
 
+class RoundingRMSNorm(nn.Module):
+    """OLMo's: scales in fp32 and gives x's dtype."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.3 * torch.randn(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * x).to(hidden_states.dtype)
+
+
+class GatedRMSNorm(PlainRMSNorm):
+    """A gate may be passed too."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))
+
+
 class T5StyleLayerNorm(nn.Module):
     """T5's: fp32 comes out unless the weight has 16 bits."""
 
@@ -173,6 +194,8 @@ def models() -> SimpleNamespace:
     """The classes of this file."""
     return SimpleNamespace(
         PlainRMSNorm=PlainRMSNorm,
+        RoundingRMSNorm=RoundingRMSNorm,
+        GatedRMSNorm=GatedRMSNorm,
         T5StyleLayerNorm=T5StyleLayerNorm,
         OffsetRMSNorm=OffsetRMSNorm,
         CodedLayerNorm=CodedLayerNorm,

@@ -55,6 +55,11 @@ class JoinedMLP(nn.Module):
         return self.down_proj(up * self.activation_fn(gate))
 
 
+class ScaledMLP(FirstLlamaMLP):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
 def results(module: nn.Module, x: Tensor) -> list[Tensor]:
     module.zero_grad()
     given = x.clone().requires_grad_()
@@ -142,6 +147,7 @@ def test_hooks_on_the_activation_are_called(models: SimpleNamespace) -> None:
         (lambda models: models.GatedMLP(W, N, nn.PReLU()), "do not know its activation, PReLU"),
         (lambda models: models.GatedMLP(W, N, nn.Softplus()), "do not know its activation, Softplus"),
         (lambda models: JoinedMLP(swapped=True), "disagrees"),
+        (lambda models: ScaledMLP(), "its forward takes more than one argument"),
     ],
 )
 def test_what_is_not_known_stays_and_says_why(models: SimpleNamespace, make: Any, words: str) -> None:

@@ -14,7 +14,7 @@ from fusestep.convert.norms import FusedNorm
 from fusestep.nn import FusedLayerNorm, FusedRMSNorm
 from fusestep.ops.norm import normalise
 
-FORMS = ["PlainRMSNorm", "T5StyleLayerNorm", "OffsetRMSNorm", "CodedLayerNorm"]
+FORMS = ["PlainRMSNorm", "RoundingRMSNorm", "T5StyleLayerNorm", "OffsetRMSNorm", "CodedLayerNorm"]
 WIDTH = 37
 HALF = torch.bfloat16
 
@@ -137,6 +137,12 @@ def test_a_norm_that_drops_out_while_training_is_left_in_either_mode() -> None:
         (row,) = convert(DroppingRMSNorm().train(training)).rows
         assert row.became is None
         assert row.reason.startswith("disagrees")
+
+
+def test_a_norm_that_can_be_given_more_is_no_candidate(models: SimpleNamespace) -> None:
+    norm, x = models.GatedRMSNorm(WIDTH), torch.randn(4, WIDTH)
+    assert convert(nn.Sequential(norm)).rows == ()
+    norm(x, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float64])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusestep import dispatch
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, rows
+from fusestep.convert.patterns import Pattern, rows, takes
 from fusestep.convert.twins import undisturbed
 from fusestep.dispatch import Choice
 from fusestep.ops.activation import activation, activation_reference
@@ -79,7 +79,7 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 def _matches(module: nn.Module) -> bool | str:
-    if not _is_candidate(module):
+    if not _is_candidate(module) or takes(module) != 1:
         return False
     found = recognised(module)
     if found is None:

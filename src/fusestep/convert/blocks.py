@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
 from fusestep.convert.norms import FusedNorm
-from fusestep.convert.patterns import Pattern, Stage, has_hooks, is_a
+from fusestep.convert.patterns import Pattern, Stage, has_hooks, is_a, takes
 from fusestep.dispatch import Choice
 from fusestep.fp8 import context
 from fusestep.nn import FusedLayerNorm, FusedRMSNorm
@@ -194,16 +194,17 @@ def _llama_block(module: nn.Module) -> bool | str:
 def _llama_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     attention: Any = module.self_attn
     width = int(module.input_layernorm.weight.shape[0])  # type: ignore[union-attr, index]
-    angles = probe.randn(3, 21, int(attention.head_dim))
+    turned = getattr(attention, "head_dim", None) or getattr(attention, "qk_rope_head_dim", width)
+    angles = probe.randn(3, 21, turned)
     positions = torch.arange(21, device=probe.device).expand(3, 21)
     options = {
         "attention_mask": None,
         "position_ids": positions,
         "position_embeddings": (angles.cos(), angles.sin()),
     }
-    takes = inspect.signature(module.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        options = {name: value for name, value in options.items() if name in takes}
+    if takes(module) is not None:
+        known = inspect.signature(module.forward).parameters
+        options = {name: value for name, value in options.items() if name in known}
     return [((probe.randn(3, 21, width),), options)]
 
 
@@ -217,8 +218,7 @@ def _gpt2_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
 
 
 def _post_norm(module: nn.Module) -> bool | str:
-    takes = list(inspect.signature(module.forward).parameters)
-    return len(takes) == 2 and _has_parts(module, FusedPostNorm, {"dense", "LayerNorm", "dropout"})
+    return takes(module) == 2 and _has_parts(module, FusedPostNorm, {"dense", "LayerNorm", "dropout"})
 
 
 def _post_norm_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:

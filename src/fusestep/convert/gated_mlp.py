@@ -17,7 +17,7 @@ from fusestep import dispatch
 from fusestep.convert.activations import recognised
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, Stage, has_hooks, rows
+from fusestep.convert.patterns import Pattern, Stage, has_hooks, rows, takes
 from fusestep.dispatch import Choice
 from fusestep.ops.activation import activation
 from fusestep.ops.gated import gated_activation
@@ -116,6 +116,8 @@ def _matches(module: nn.Module) -> bool | str:
     names = _names_of(module)
     if names is None or isinstance(module, FusedGatedMLP) or module._parameters or module._buffers:
         return False
+    if takes(module) != 1:
+        return "its forward takes more than one argument"
     attribute, act = _activation_of(module)
     if recognised(act) is None:
         return (

@@ -4,6 +4,7 @@ A norm of another library is known by its name and its single weight. Which of t
 trial, its eps included if no attribute tells it, so that a library may rename what it likes:
 
     scaled         w · (x / rms(x)), of the dtype that w · x has (Llama, Qwen, Mistral)
+    rounded        the same, of x's dtype (OLMo)
     T5's           the same, but fp32 unless the weight has 16 bits, and then of its dtype
     zero-centred   (1 + w) · (x / rms(x)), of x's dtype (Gemma)
     centred        torch's layer_norm with an eps that is written in the code
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from fusestep.convert.agreement import HALVES, Call, Probe, Trial, usual_trials
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, is_a
+from fusestep.convert.patterns import Pattern, is_a, takes
 from fusestep.dispatch import Choice
 from fusestep.nn import FusedLayerNorm, FusedRMSNorm
 from fusestep.ops.norm import explain, normalise
@@ -80,6 +81,13 @@ class ScaledRMSNorm(FusedNorm):
 
     def _dtype(self, x: torch.dtype) -> torch.dtype:
         return torch.promote_types(x, self.weight.dtype)
+
+
+class RoundedRMSNorm(FusedNorm):
+    """w · (x / rms(x)), of x's dtype."""
+
+    def _dtype(self, x: torch.dtype) -> torch.dtype:
+        return x
 
 
 class T5RMSNorm(FusedNorm):
@@ -154,7 +162,7 @@ def _named_norm(kind: type[FusedNorm], what: str, eps: float | None) -> Pattern:
         allowed = {"weight", "bias"} if kind._centred else {"weight"}
         if next(module.children(), None) is not None or (_eps_name(module) is None) is (eps is None):
             return False
-        if "weight" not in parameters or not parameters.keys() <= allowed or module._buffers:
+        if "weight" not in parameters or not parameters.keys() <= allowed or module._buffers or takes(module) != 1:
             return False
         return parameters["weight"].dim() == 1
 
@@ -178,6 +186,7 @@ def _named_norm(kind: type[FusedNorm], what: str, eps: float | None) -> Pattern:
 
 _FORMS = (
     (ScaledRMSNorm, "RMSNorm, one kernel each way"),
+    (RoundedRMSNorm, "RMSNorm, one kernel each way"),
     (T5RMSNorm, "T5's RMSNorm, one kernel each way"),
     (ZeroCentredRMSNorm, "RMSNorm with 1 + weight, one kernel each way"),
     (CentredNorm, "LayerNorm, one kernel each way"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -101,6 +102,14 @@ def is_named(path: str, patterns: Sequence[str]) -> bool:
 def is_a(module: object, kind: type) -> bool:
     """isinstance, for classes that meet only in those that conversion makes, which type checkers cannot know of."""
     return isinstance(module, kind)
+
+
+def takes(module: nn.Module) -> int | None:
+    """How many arguments a module's forward can be given, optional ones too; None: any number."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+        return None
+    return len(parameters)
 
 
 def has_hooks(module: nn.Module) -> bool:
