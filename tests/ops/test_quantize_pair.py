@@ -25,6 +25,7 @@ def small_launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(quantize_kernel, "MOST_MAXIMA", 16)
     monkeypatch.setattr(quantize_pair, "MOST_MAXIMA", 16)
     monkeypatch.setattr(quantize_kernel, "AMAX_PROGRAMS", 3)
+    monkeypatch.setattr(quantize_kernel, "SUMMED_AT_ONCE", 4)
     monkeypatch.setattr(quantize_plan, "_plans", {})
     monkeypatch.setattr(quantize_pair, "_plans", {})
 

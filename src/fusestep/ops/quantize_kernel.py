@@ -538,7 +538,7 @@ SEARCHED_BY_EACH = 1 << 21
 SEARCHED_ALWAYS = 1 << 15
 
 #: So many tiles below one another a program walks through rather than leave their column sums to another launch.
-SUMMED_AT_ONCE = 4
+SUMMED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
