@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 from fusestep import convert
@@ -350,6 +355,46 @@ def test_undo_refuses_what_has_become_something_else_since(decoder: nn.Module) -
     parametrize.remove_parametrizations(decoder.norm, "weight")
     report.undo()
     assert type(decoder.norm).__name__ == "PlainRMSNorm"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A process group of one."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+def test_sharding_comes_after_conversion_and_undo_before(models: SimpleNamespace, alone: DeviceMesh) -> None:
+    model, x = models.Decoder(layers=2), tokens()
+    wanted = model(x)
+    report = convert(model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=alone)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    model(x).sum().backward()
+    with pytest.raises(UserError, match=r"undo: layers\.0 has become a FSDP"):
+        report.undo()
+
+    sharded = models.Decoder(layers=2)
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=alone)
+    reasons = {row.path: row.reason for row in convert(sharded).left}
+    assert reasons["layers.1.input_layernorm"] == "its weight is sharded: convert before the model is"
+    assert reasons["layers.0.mlp"] == "its gate_proj.weight is sharded: convert before the model is"
+
+
+def test_wrapped_in_data_parallel_the_inside_is_converted(models: SimpleNamespace, alone: DeviceMesh) -> None:
+    model, x = models.Decoder(layers=1), tokens()
+    wanted = model(x)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    report = convert(wrapped)
+    assert len(report.swapped) == 5
+    torch.testing.assert_close(wrapped(x), wanted, rtol=1e-4, atol=1e-5)
+    wrapped(x).sum().backward()
+    report.undo()
+    assert torch.equal(wrapped(x), wanted)
 
 
 def test_an_error_on_the_way_leaves_the_model_as_it_was(decoder: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

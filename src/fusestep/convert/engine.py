@@ -149,6 +149,9 @@ def _obstacle(module: nn.Module) -> str | None:
         return "its forward is replaced on the object itself"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized"
+    for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == "DTensor":  # by name, since its import takes half a second
+            return f"its {name} is sharded: convert before the model is"
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
