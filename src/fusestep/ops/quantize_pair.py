@@ -396,10 +396,12 @@ def plan_pair(
     if not dispatch.uses_triton("quantize", a.device):
         return None
     a_shape, b_shape = (a.shape[0], a.shape[1]), (b.shape[0], b.shape[1])
-    layouts = (a.device, (a_shape, a_stride), (b_shape, b_stride))
-    options = (indices, dtype, columnwise, slots is not None, record, margin, power_of_two, right)
-    key = (layouts, a.dtype, b.dtype, options, counts is None)
+    made_for = (
+        *(a.device, (a_shape, a_stride), (b_shape, b_stride), indices, dtype, columnwise),
+        *(slots is not None, record, margin, power_of_two, right),
+    )
+    key = (made_for, a.dtype, b.dtype, counts is None)
     plan: PairPlan | None = _plans.get(key)
     if plan is None:
-        plan = keep(_plans, key, PairPlan(*layouts, *options))
+        plan = keep(_plans, key, PairPlan(*made_for))
     return plan
