@@ -11,12 +11,17 @@ import fusestep
 
 MODULES = ["data", "fp8", "models", "nn", "optim"]
 FUNCTIONS = ["convert", "doctor", "explain"]
+LATER = {
+    "TrainStep": "fusestep.graph",
+    "linear_cross_entropy": "fusestep.ops.linear_cross_entropy",
+    "refresh": "fusestep.fp8.copies",
+}
 
 
 def test_all_is_sorted_and_whole() -> None:
     assert fusestep.__all__ == sorted(fusestep.__all__)
     shims = {"install_shims", "uninstall_shims"}
-    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, *shims, "TrainStep", "__version__", "refresh"}
+    assert set(fusestep.__all__) == {*MODULES, *FUNCTIONS, *shims, *LATER, "__version__"}
     assert dir(fusestep) == fusestep.__all__
 
 
@@ -28,8 +33,7 @@ def test_parts_are_reached_as_attributes(name: str) -> None:
 
 
 def test_others_are_reached_as_attributes() -> None:
-    assert fusestep.refresh.__module__ == "fusestep.fp8.copies"
-    assert fusestep.TrainStep.__module__ == "fusestep.graph"
+    assert {name: getattr(fusestep, name).__module__ for name in LATER} == LATER
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -57,7 +61,7 @@ def test_the_names_of_each_part() -> None:
         },
         "nn": {
             *("FusedLayerNorm", "FusedRMSNorm", "LayerNorm", "RMSNorm", "functional"),
-            *("Linear", "LayerNormLinear", "LayerNormMLP"),
+            *("Linear", "LayerNormLinear", "LayerNormMLP", "LinearCrossEntropy"),
             *("DotProductAttention", "MultiheadAttention", "TransformerLayer"),
         },
         "models": {"GPT", "GPTConfig", "PRESETS", "generate"},

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusestep.compat import install_shims, uninstall_shims
     from fusestep.fp8.copies import refresh
     from fusestep.graph import TrainStep
+    from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "fp8",
     "install_shims",
+    "linear_cross_entropy",
     "models",
     "nn",
     "optim",
@@ -38,6 +40,7 @@ __all__ = [
 _FUNCTIONS = {
     "TrainStep": "fusestep.graph",
     "install_shims": "fusestep.compat",
+    "linear_cross_entropy": "fusestep.ops.linear_cross_entropy",
     "refresh": "fusestep.fp8.copies",
     "uninstall_shims": "fusestep.compat",
 }

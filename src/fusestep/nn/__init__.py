@@ -6,6 +6,7 @@ from fusestep.nn.grouped_linear import GroupedLinear
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
 from fusestep.nn.linear import Linear
+from fusestep.nn.linear_cross_entropy import LinearCrossEntropy
 from fusestep.nn.multihead_attention import MultiheadAttention
 from fusestep.nn.normalization import FusedLayerNorm, FusedRMSNorm, LayerNorm, RMSNorm
 from fusestep.nn.rotary import RotaryPositionEmbedding
@@ -20,6 +21,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LinearCrossEntropy",
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",

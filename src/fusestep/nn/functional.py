@@ -1,7 +1,9 @@
 """The fused functions, with torch.nn.functional's names and order of arguments where torch has them."""
 
+from fusestep.ops.cross_entropy import cross_entropy
 from fusestep.ops.layer_norm import layer_norm
+from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 from fusestep.ops.rms_norm import rms_norm
 from fusestep.ops.rotary import apply_rotary_pos_emb
 
-__all__ = ["apply_rotary_pos_emb", "layer_norm", "rms_norm"]
+__all__ = ["apply_rotary_pos_emb", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm"]

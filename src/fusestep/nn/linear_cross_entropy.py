@@ -1,0 +1,79 @@
+"""LinearCrossEntropy: a language model's head and its loss as one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.ops.cross_entropy import Reduction
+from fusestep.ops.linear_cross_entropy import Gradients, linear_cross_entropy
+
+
+class LinearCrossEntropy(nn.Linear):
+    """torch.nn.Linear whose forward is the cross entropy of its output, without holding all logits.
+
+        head = LinearCrossEntropy(768, 50304, bias=False)
+        head.weight = embedding.weight        # a tied head
+        loss = head(x, target)
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of torch.nn.Linear, whose parameters and state dict it has;
+            out_features is the size of the vocabulary.
+        ignore_index, label_smoothing, z_loss, softcap, reduction, gradients, accumulate_dtype, chunk_tokens: as of
+            fusestep.linear_cross_entropy, which also says what is raised.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        gradients: Gradients = "auto",
+        accumulate_dtype: torch.dtype = torch.float32,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.softcap = softcap
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "reduction": reduction,
+            "gradients": gradients,
+            "accumulate_dtype": accumulate_dtype,
+            "chunk_tokens": chunk_tokens,
+        }
+
+    def forward(self, input: Tensor, target: Tensor, token_weights: Tensor | None = None) -> Tensor:  # type: ignore[override]  # noqa: A002
+        """The loss.
+
+        Args:
+            input: (…, in_features).
+            target: (…) class numbers, int64 or int32.
+            token_weights: (…), or None for 1.
+        Returns: fp32 (fp64 for fp64), 0-d, or target's shape for reduction="none".
+        """
+        return linear_cross_entropy(
+            input, self.weight, target, self.bias, softcap=self.softcap, token_weights=token_weights, **self.options
+        )
+
+    def logits(self, input: Tensor) -> Tensor:  # noqa: A002
+        """The logits themselves, (…, out_features), capped as the loss caps them; for generation."""
+        logits = super().forward(input)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def extra_repr(self) -> str:
+        changed = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean"}
+        said = [f"{name}={self.options[name]!r}" for name, usual in changed.items() if self.options[name] != usual]
+        said += [] if self.softcap is None else [f"softcap={self.softcap!r}"]
+        return ", ".join([super().extra_repr(), *said])

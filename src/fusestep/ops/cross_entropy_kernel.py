@@ -1,0 +1,217 @@
+"""Cross entropy in Triton, one program a row, which it walks once or twice; cross_entropy_rows.py has the formulas.
+
+The first walk finds the log-sum-exp: each lane keeps the largest of its logits and the sum of the exponentials below it
+(Milakov and Gimelshein 2018, arXiv:1805.02867), and the lanes are put together at the end, in a fixed order. The second
+walk finds the row in the L2 cache, where the first has just brought it, and writes the gradient, in place where the
+logits are not needed any more. So memory sees each logit read once and each gradient written once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fusestep.language import tl, triton
+from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.registry import Compilation
+
+#: Rows of logits that we allocate are so many elements long, or a multiple, so that they consist of whole vectors.
+ROW_MULTIPLE = 64
+
+#: Vectors of 16 bytes that a program reads at a time, at most.
+MOST_LANES = 512
+
+_TANH_SERIES = tl.constexpr(0.1)
+
+
+@triton.jit
+def _tanh(x):
+    """The hyperbolic tangent, to a few units in the last place; NaN stays."""
+    away = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - away) / (1.0 + away)
+    squared = x * x
+    near = x * (1.0 + squared * (-1.0 / 3.0 + squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < _TANH_SERIES, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr):
+    """A tile of logits in fp32, capped; −∞ outside of the row."""
+    y = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if CAPS:
+        # What stands behind a row may be anything.
+        y = _tanh(tl.where(column < columns, y, 0.0) / softcap) * softcap
+    return tl.where(column < columns, y, float("-inf"))
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,  # rows of `columns` logits, row_stride apart
+    target_ptr,  # (rows,) int64 or int32
+    weights_ptr,  # (rows,) fp32, or None
+    upstream_ptr,  # fp32, upstream_stride apart; None without gradients
+    lse_ptr,  # (rows,) fp32: read if losses_ptr is None, else written
+    losses_ptr,  # (rows,) fp32, or None
+    gradient_ptr,  # rows of `columns`, gradient_stride apart, perhaps the logits themselves; or None
+    columns,
+    row_stride,
+    gradient_stride,
+    upstream_stride,
+    first,
+    vocabulary,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    SMOOTHS: tl.constexpr,
+    CAPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Losses and log-sum-exps, or gradients, or both."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    is_counted = target != ignore_index
+    is_known = (target >= 0) & (target < vocabulary)
+    local = target - first
+    weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + row)
+    row_ptr = logits_ptr + row * row_stride
+    # Of rows that consist of whole vectors one condition a vector is asked, so that its load stays one.
+    lane = tl.arange(0, LANES)[:, None] * VECTOR
+    place = lane + tl.arange(0, VECTOR)[None, :]
+    if losses_ptr is None:
+        lse = tl.load(lse_ptr + row)
+    else:
+        top = tl.full([LANES, 1], float("-inf"), tl.float32)
+        mass = tl.zeros([LANES, 1], tl.float32)
+        total = tl.zeros([LANES, 1], tl.float32)
+        for start in range(0, tl.where(is_counted, columns, 0), LANES * VECTOR):
+            column = start + place
+            mask = (start + lane < columns) if PADDED else (column < columns)
+            y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
+            if SMOOTHS:
+                total += tl.sum(tl.where(column < columns, y, 0.0), axis=1, keep_dims=True)
+            higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(y - shift), axis=1, keep_dims=True)
+            top = higher
+        peak = tl.max(tl.max(top, axis=1), axis=0)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        mass = tl.sum(tl.sum(mass * tl.exp(top - peak), axis=1), axis=0)
+        lse = tl.where(is_counted, peak + tl.log(tl.where(is_counted, mass, 1.0)), 0.0)
+        # Read before anything is written in its place: the sums above make all threads of the program meet.
+        is_here = is_counted & is_known & (local >= 0) & (local < columns)
+        picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
+        if CAPS:
+            picked = _tanh(picked / softcap) * softcap
+        loss = lse - (1.0 - label_smoothing) * picked + z_loss * lse * lse
+        if SMOOTHS:
+            loss -= label_smoothing * (tl.sum(tl.sum(total, axis=1), axis=0) / vocabulary)
+        loss = tl.where(is_known, loss * weight, float("nan"))
+        tl.store(losses_ptr + row, tl.where(is_counted, loss, 0.0))
+        tl.store(lse_ptr + row, lse)
+    if gradient_ptr is not None:
+        coefficient = tl.load(upstream_ptr + row * upstream_stride) * weight
+        coefficient = tl.where(is_known, coefficient, float("nan"))
+        rise = coefficient * (1.0 + 2.0 * z_loss * lse)
+        spread = coefficient * (label_smoothing / vocabulary)
+        at_target = coefficient * (1.0 - label_smoothing)
+        gradient_row_ptr = gradient_ptr + row * gradient_stride
+        tl.debug_barrier()  # all threads have read what others are about to write over
+        for start in range(0, columns, LANES * VECTOR):
+            column = start + place
+            mask = (start + lane < columns) if PADDED else (column < columns)
+            y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
+            slope = tl.exp(y - lse) * rise - spread - tl.where(column == local, at_target, 0.0)
+            if CAPS:
+                capped = y / softcap
+                slope *= 1.0 - capped * capped
+            tl.store(gradient_row_ptr + column, tl.where(is_counted, slope, 0.0), mask=mask)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare_rows(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    rows: int,
+    columns: int,
+    row_stride: int,
+    gradient_stride: int,
+    upstream_stride: int,
+    first: int,
+    vocabulary: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    padded: bool,
+) -> PreparedLaunch:
+    """The launch on (logits, target, weights, upstream, lse, losses, gradient) of these dtypes; None for one not there.
+
+    `padded`: the rows of logits and gradient go on to a multiple of ROW_MULTIPLE, with elements that do not matter.
+    """
+    logits_dtype = dtypes[0]
+    assert logits_dtype is not None
+    vector = 16 // logits_dtype.itemsize
+    lanes = min(MOST_LANES, max(32, triton.next_power_of_2(-(-columns // vector))))
+    return PreparedLaunch(
+        _cross_entropy_kernel,
+        (rows,),
+        device,
+        (
+            *(columns, row_stride, gradient_stride, upstream_stride, first, vocabulary, ignore_index),
+            *(float(label_smoothing), float(z_loss), float(softcap)),
+        ),
+        SMOOTHS=label_smoothing != 0.0,
+        CAPS=softcap != 0.0,
+        PADDED=padded or columns % vector == 0,
+        LANES=lanes,
+        VECTOR=vector,
+        num_warps=max(1, min(8, lanes // 32)),
+    )
+
+
+def compilations(in_place: bool) -> Iterator[Compilation]:
+    """Launches on logits that are given, or `in_place` on those of a product: each dtype, width and set of options."""
+    walks = ((True, False), (True, True), (False, True)) if in_place else ((True, False), (False, True))
+    for element, vector in (("bf16", 8), ("fp16", 8), ("fp32", 4)):
+        for lanes in (32, 64, 128, 256, 512):
+            for padded in (True,) if in_place else (True, False):
+                for finds_lse, has_gradient in walks:
+                    is_usual = element == "bf16" and lanes == 512
+                    for extras in (False, True) if is_usual else (lanes in (64, 256),):
+                        yield _compilation(element, vector, lanes, padded, finds_lse, has_gradient, extras)
+
+
+def _compilation(
+    element: str, vector: int, lanes: int, padded: bool, finds_lse: bool, has_gradient: bool, extras: bool
+) -> Compilation:
+    """One launch; with `extras` there are smoothing, softcap and weights."""
+    pointers = {
+        "logits_ptr": element,
+        "target_ptr": "i64",
+        "weights_ptr": "fp32" if extras else None,
+        "upstream_ptr": "fp32" if has_gradient else None,
+        "lse_ptr": "fp32",
+        "losses_ptr": "fp32" if finds_lse else None,
+        "gradient_ptr": element if has_gradient else None,
+    }
+    there = {name: f"*{kind}" for name, kind in pointers.items() if kind is not None}
+    strides = ["row_stride", "gradient_stride"]
+    numbers = dict.fromkeys(["columns", *strides, "upstream_stride", "first", "vocabulary", "ignore_index"], "i32")
+    numbers |= dict.fromkeys(["label_smoothing", "z_loss", "softcap"], "fp32")
+    constants: dict[str, Any] = {name: None for name, kind in pointers.items() if kind is None}
+    constants |= {"SMOOTHS": extras, "CAPS": extras, "PADDED": padded, "LANES": lanes, "VECTOR": vector}
+    walks = " and ".join(what for what, there in (("losses", finds_lse), ("gradients", has_gradient)) if there)
+    return Compilation(
+        _cross_entropy_kernel,
+        f"{walks}, {lanes} vectors of {element}{'' if padded else ', any rows'}{', all options' if extras else ''}",
+        there | numbers | dict.fromkeys(constants, "constexpr"),
+        constants,
+        num_warps=max(1, min(8, lanes // 32)),
+        divisible_by_16=frozenset(there) | (frozenset(strides) if padded else frozenset()),
+    )

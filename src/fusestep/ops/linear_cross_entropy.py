@@ -1,0 +1,484 @@
+"""Linear + cross entropy: the product with a language model's head and its loss, without holding all logits.
+
+    loss = reduce over tokens of cross_entropy(x · Wᵀ + b, target)
+
+with the options of cross_entropy_rows.py, where the formulas stand. The logits of 8192 tokens over 128 256 symbols are
+2.1 GB in bf16 and three times that on the way back in plain PyTorch; here those of one chunk exist at a time.
+
+The gradients are computed in one of two ways, in the passes of linear_cross_entropy_passes.py:
+
+- in the forward, chunk by chunk while the logits are at hand: three products in all. Only one number may be unknown
+  then, the gradient of the loss, by which backward multiplies: so for reductions "mean" and "sum".
+- recomputed in the backward, slice by slice of the vocabulary, from a number that each token keeps: four products, and
+  the least memory.
+
+Source of the first way: Hsu et al. 2024, arXiv:2410.10989.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusestep import dispatch
+from fusestep.errors import UserError
+from fusestep.ops import linear_cross_entropy_passes as passes
+from fusestep.ops.cross_entropy import (
+    FLOATING,
+    Reduction,
+    check_targets,
+    checked_options,
+    cross_entropy_reference,
+    divisor,
+    flat_weights,
+    refuse_second,
+)
+from fusestep.ops.cross_entropy_kernel import compilations
+from fusestep.ops.cross_entropy_rows import OPTIONS_SCHEMA, Options, statistics_dtype, uses_triton
+from fusestep.ops.dtypes import dtype_name
+from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
+
+WHO = passes.OP
+Gradients = Literal["auto", "forward", "recompute"]
+
+
+class _Call(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        options: of the loss.
+        dtype: that products are computed in.
+        sum_dtype: that the weight's gradient is summed in.
+        wanted: the gradients, of x, weight and bias, that somebody needs.
+        chunk: tokens a chunk; 0 for the rule.
+        factor: what gradients that are computed in the forward are multiplied by, until backward divides by it.
+        plain: whether nothing watches or traces the call.
+    """
+
+    options: Options
+    dtype: torch.dtype
+    sum_dtype: torch.dtype
+    wanted: tuple[bool, bool, bool]
+    chunk: int
+    factor: float
+    plain: bool
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None, options: Options
+) -> Tensor:
+    """The loss of each token in plain PyTorch, through all logits; x (tokens, width)."""
+    return cross_entropy_reference(torch.nn.functional.linear(x, weight, bias), target, token_weights, options)
+
+
+def run_losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    token_weights: Tensor | None,
+    dtype: torch.dtype,
+    chunk: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(losses, lse) of operands that are cast to `dtype`; chunk 0 is the rule's."""
+    chunk = chunk or passes.chunk_of(*x.shape, weight.shape[0], dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return passes.losses_pass(*_cast(x, weight, bias, dtype), target, token_weights, Options(*options), chunk)
+
+
+def run_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    token_weights: Tensor | None,
+    upstream: Tensor,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    chunk: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses, dx, dweight, dbias) of operands that are cast to `dtype`; empty for a gradient that is not wanted."""
+    chunk = chunk or passes.chunk_of(*x.shape, weight.shape[0], dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        losses, *gradients = passes.gradients_pass(
+            *_cast(x, weight, bias, dtype),
+            target,
+            token_weights,
+            upstream,
+            Options(*options),
+            chunk,
+            sum_dtype,
+            (x_wanted, weight_wanted, bias_wanted),
+        )
+    dx, dweight, dbias = (losses.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return losses, dx, dweight, dbias
+
+
+def run_recomputed(
+    dlosses: Tensor,
+    lse: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    token_weights: Tensor | None,
+    dtype: torch.dtype,
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) in the dtypes of x, weight and bias; empty for a gradient that is not wanted."""
+    columns = passes.slice_of(x.shape[0], weight.shape[0], dtype)
+    # A product is written in its operands' dtype, or in a wider one.
+    weight_dtype = dtype if weight.dtype.itemsize <= dtype.itemsize else statistics_dtype(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        dx, dweight, dbias = passes.recomputing_pass(
+            *_cast(x, weight, bias, dtype),
+            target,
+            token_weights,
+            dlosses,
+            lse,
+            Options(*options),
+            columns,
+            weight_dtype,
+            (x_wanted, weight_wanted, bias_wanted),
+        )
+    return (
+        lse.new_empty(0) if dx is None else dx.to(x.dtype),
+        lse.new_empty(0) if dweight is None else dweight.to(weight.dtype),
+        lse.new_empty(0) if dbias is None or bias is None else dbias.to(bias.dtype),
+    )
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    return (
+        passes.contiguous_rows(x.to(dtype)),
+        passes.contiguous_rows(weight.to(dtype)),
+        None if bias is None else bias.to(dtype),
+    )
+
+
+def _losses_fake(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    losses = x.new_empty(x.shape[0], dtype=statistics_dtype(rest[1]))
+    return losses, torch.empty_like(losses)
+
+
+def _gradients_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,  # noqa: ARG001
+    target: Tensor,  # noqa: ARG001
+    token_weights: Tensor | None,  # noqa: ARG001
+    upstream: Tensor,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        upstream.new_empty(x.shape[0]),
+        x.new_empty(x.shape, dtype=passes.input_gradient_dtype(dtype)) if x_wanted else upstream.new_empty(0),
+        x.new_empty(weight.shape, dtype=sum_dtype) if weight_wanted else upstream.new_empty(0),
+        upstream.new_empty(weight.shape[0]) if bias_wanted else upstream.new_empty(0),
+    )
+
+
+def _recomputed_fake(
+    dlosses: Tensor,  # noqa: ARG001
+    lse: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,  # noqa: ARG001
+    token_weights: Tensor | None,  # noqa: ARG001
+    dtype: torch.dtype,  # noqa: ARG001
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape) if x_wanted else lse.new_empty(0),
+        weight.new_empty(weight.shape) if weight_wanted else lse.new_empty(0),
+        bias.new_empty(bias.shape) if bias_wanted and bias is not None else lse.new_empty(0),
+    )
+
+
+_OPERANDS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights"
+_WANTED = "bool x_wanted, bool weight_wanted, bool bias_wanted"
+linear_cross_entropy_losses = define(
+    f"linear_cross_entropy_losses({_OPERANDS}, ScalarType dtype, int chunk, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
+    run_losses,
+    _losses_fake,
+)
+linear_cross_entropy_gradients = define(
+    f"linear_cross_entropy_gradients({_OPERANDS}, Tensor upstream, ScalarType dtype, ScalarType sum_dtype, {_WANTED}, "
+    f"int chunk, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    run_gradients,
+    _gradients_fake,
+)
+linear_cross_entropy_recomputed = define(
+    f"linear_cross_entropy_recomputed(Tensor dlosses, Tensor lse, {_OPERANDS}, ScalarType dtype, {_WANTED}, "
+    f"{OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    run_recomputed,
+    _recomputed_fake,
+)
+
+
+class _Recomputing(torch.autograd.Function):
+    """The loss of each token; backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        token_weights: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        run = run_losses if call.plain else linear_cross_entropy_losses
+        losses: Tensor
+        losses, lse = run(x, weight, bias, target, token_weights, call.dtype, call.chunk, *call.options)
+        ctx.save_for_backward(lse, x, weight, bias, target, token_weights)
+        ctx.call = call
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> Any:
+        refuse_second(WHO)
+        call: _Call = ctx.call
+        run = run_recomputed if call.plain and is_plain(dlosses) else linear_cross_entropy_recomputed
+        gradients = run(dlosses, *ctx.saved_tensors, call.dtype, *call.wanted, *call.options)
+        found = (gradient if wanted else None for gradient, wanted in zip(gradients, call.wanted, strict=True))
+        return *found, None, None, None
+
+
+class _InForward(torch.autograd.Function):
+    """`upstream` times the sum of all losses, with its gradients computed in the forward; backward only scales them.
+
+    It writes into nothing that it keeps, so that backward may come again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        token_weights: Tensor | None,
+        upstream: Tensor,
+        call: _Call,
+    ) -> Tensor:
+        run = run_gradients if call.plain else linear_cross_entropy_gradients
+        within = upstream if call.factor == 1.0 else upstream * call.factor
+        losses, dx, dweight, dbias = run(
+            *(x, weight, bias, target, token_weights, within),
+            *(call.dtype, call.sum_dtype, *call.wanted, call.chunk, *call.options),
+        )
+        ctx.save_for_backward(dx, dweight, dbias)
+        ctx.call = call
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        total: Tensor = losses.sum() * upstream
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> Any:
+        refuse_second(WHO)
+        scale = dtotal if ctx.call.factor == 1.0 else dtotal / ctx.call.factor
+        found = (
+            _scaled(gradient, scale, dtype) if wanted else None
+            for gradient, wanted, dtype in zip(ctx.saved_tensors, ctx.call.wanted, ctx.dtypes, strict=True)
+        )
+        return *found, None, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient · scale, computed in fp32 and rounded to `dtype`, in one pass, with no memory but the result's."""
+    # With a dimension, for torch would round a 0-d factor to the dtype of the gradient first.
+    scale = scale.reshape(1)
+    if torch.compiler.is_compiling():
+        return (gradient * scale).to(dtype)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    token_weights: Tensor | None = None,
+    gradients: Gradients = "auto",
+    accumulate_dtype: torch.dtype = torch.float32,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """cross_entropy(x · weightᵀ + bias, target), without holding all logits.
+
+    Args:
+        x: (…, width), fp32, bf16 or fp16, fp64 in the reference; any strides.
+        weight: (V, width), perhaps an embedding's that the head is tied to. bias: (V,) or None. Of x's dtype, unless
+            torch.autocast is enabled, which casts all three as for torch.nn.functional.linear.
+        target: (…) int64 or int32, class numbers.
+        ignore_index: targets of this value have loss 0 and no gradient, and do not count in the mean.
+        label_smoothing: the share of the target that is spread evenly over all V classes, 0 to 1.
+        z_loss: adds z_loss · lse² to each token's loss, lse being the logarithm of the softmax's denominator.
+        softcap: logits become softcap · tanh(logits / softcap) first; None for no cap.
+        reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
+        token_weights: (…), what each token's loss is multiplied by; "mean" divides by the sum of the weights of tokens
+            that count. They get no gradient.
+        gradients: "forward" computes gradients in the forward, three products in all, and holds them until backward;
+            "recompute" computes logits again in the backward, four products and less memory; "auto" is the first,
+            except for reduction="none", which needs the second.
+        accumulate_dtype: what the weight's gradient is summed in over chunks of tokens, with gradients in the forward:
+            torch.float32, or torch.bfloat16 to save 2 bytes for each of its elements where products are in bf16: it is
+            rounded once more for each chunk, by at most 2⁻⁸ of an element's sum so far.
+        chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or as many as the
+            weight has if that is more.
+
+    Returns: the loss in fp32 (fp64 for fp64), 0-d, or of target's shape for "none". NaN, with NaN gradients, where a
+        target on a GPU is neither a class nor ignore_index; NaN for the mean over no token, with gradients of 0.
+    Raises: UserError, before anything is launched, for arguments that do not fit, and on the CPU for such a target;
+        and in a backward with create_graph=True, since the gradient has none.
+    """
+    options = checked_options(WHO, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    dtype = _check_operands(x, weight, bias, target, token_weights)
+    check_targets(WHO, target, token_weights, x.shape[:-1], weight.shape[0], ignore_index)
+    sum_dtype = _check_modes(dtype, reduction, gradients, accumulate_dtype, chunk_tokens)
+    shape = target.shape
+    rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
+    weights = flat_weights(token_weights, dtype)
+    compiling = torch.compiler.is_compiling()
+    is_differentiated = torch.is_grad_enabled()
+    wanted = (
+        is_differentiated and rows.requires_grad,
+        is_differentiated and weight.requires_grad,
+        is_differentiated and bias is not None and bias.requires_grad,
+    )
+    if not compiling and torch._C._are_functorch_transforms_active():
+        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+        if uses_triton(WHO, x.device, dtype):
+            dispatch.announce(WHO, "transforms of torch.func work on PyTorch's own operations")
+        losses = linear_cross_entropy_reference(rows, weight, target, bias, weights, options)
+    else:
+        plain = not compiling and is_plain(rows)
+        factor = 1.0
+        if dtype is torch.float16:  # where a gradient over many tokens would vanish before a loss scale could save it
+            factor = passes.FP16_FACTOR * (max(rows.shape[0], 1) if reduction == "mean" else 1)
+        call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, factor, plain)
+        if reduction != "none" and gradients != "recompute" and any(wanted):
+            if reduction == "mean":
+                upstream = divisor(target, weights, ignore_index).to(statistics_dtype(dtype)).reciprocal()
+            else:
+                upstream = torch.ones((), dtype=statistics_dtype(dtype), device=x.device)
+            total: Tensor = _InForward.apply(rows, weight, bias, target, weights, upstream, call)
+            return total
+        losses = _Recomputing.apply(rows, weight, bias, target, weights, call)
+    if reduction == "none":
+        return losses.view(shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / divisor(target, weights, ignore_index)
+
+
+def _check_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, token_weights: Tensor | None
+) -> torch.dtype:
+    """The dtype that products are computed in.
+
+    Raises: UserError for shapes, dtypes or devices that do not fit.
+    """
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[0] == 0 or x.shape[-1] != weight.shape[1]:
+        raise UserError(
+            f"{WHO}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; pass x (…, width) and weight "
+            "(V, width)."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UserError(f"{WHO}: bias has shape {tuple(bias.shape)}; pass ({weight.shape[0]},), as weight has rows.")
+    dispatch.one_device(WHO, x=x, weight=weight, bias=bias, target=target, token_weights=token_weights)
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    unknown = [dtype for dtype in dtypes if dtype not in FLOATING]
+    if unknown:
+        raise UserError(f"{WHO}: {dtype_name(unknown[0])} is no dtype that it computes in; pass float32 or bfloat16.")
+    kind = x.device.type
+    # torch.autocast leaves fp64 alone.
+    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(kind)
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
+        raise UserError(f"{WHO}: x, weight and bias mix {names}; convert them to one dtype, or use torch.autocast.")
+    return x.dtype
+
+
+def _check_modes(
+    dtype: torch.dtype, reduction: str, gradients: str, accumulate_dtype: torch.dtype, chunk_tokens: int | None
+) -> torch.dtype:
+    """The dtype that the weight's gradient is summed in.
+
+    Raises: UserError for what does not fit.
+    """
+    if gradients not in ("auto", "forward", "recompute"):
+        raise UserError(f'{WHO}: gradients is {gradients!r}; pass "auto", "forward" or "recompute".')
+    if gradients == "forward" and reduction == "none":
+        raise UserError(
+            f'{WHO}: gradients="forward" needs a reduction to one number, and reduction is "none"; pass "recompute".'
+        )
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise UserError(f"{WHO}: chunk_tokens is {chunk_tokens!r}; pass a whole number of at least 1, or None.")
+    if accumulate_dtype is torch.float32:
+        return statistics_dtype(dtype)
+    if accumulate_dtype is not torch.bfloat16 or dtype is not torch.bfloat16:
+        raise UserError(
+            f"{WHO}: accumulate_dtype is {dtype_name(accumulate_dtype)} and products are in {dtype_name(dtype)}; pass "
+            "torch.float32, or for products in bfloat16 torch.bfloat16."
+        )
+    return accumulate_dtype
+
+
+def prove(device: torch.device) -> list[Proof]:
+    """Loss and gradients in both ways on fresh random inputs, against the reference in float64."""
+    proofs = []
+    tokens, width, vocabulary = 11, 40, 203
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        x = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(vocabulary, width, device=device).mul_(0.3).to(dtype).requires_grad_()
+        bias = torch.randn(vocabulary, device=device).to(dtype).requires_grad_()
+        target = torch.randint(vocabulary, (tokens,), device=device)
+        target[2] = -100
+        options = Options(-100, 0.1, 1e-3, 15.0)
+        leaves = [x, weight, bias]
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        true = linear_cross_entropy_reference(exact[0], exact[1], target, exact[2], None, options).sum() / (tokens - 1)
+        true_gradients = torch.autograd.grad(true, exact)
+        for gradients in ("forward", "recompute"):
+            loss = linear_cross_entropy(
+                *(x, weight, target, bias),
+                **{**options._asdict(), "gradients": gradients, "chunk_tokens": 4},  # type: ignore[arg-type]
+            )
+            found = torch.autograd.grad(loss, leaves)
+            errors = [relative_error(a, b) for a, b in zip(found, true_gradients, strict=True)]
+            name = f"{gradients}, {dtype_name(dtype)}"
+            proofs += [
+                Proof(f"loss, {name}", relative_error(loss.detach(), true.detach()), tolerance),
+                Proof(f"gradients, {name}", max(errors), tolerance),
+            ]
+    return proofs
+
+
+catalogue(Op(WHO, "a head's product and its cross entropy, in chunks", prove, lambda: compilations(in_place=True)))
