@@ -150,7 +150,6 @@ def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) ->
     model.score = nn.Linear(32, 2)
     model.router = nn.Linear(32, 8)
     model.lora_A = nn.Linear(32, 4)
-    model.attention = nn.MultiheadAttention(32, 4)
     model.plain = nn.Linear(32, 32)
     report = convert(model, fp8=Float8CurrentScaling(), fp8_skip=["layers.*.v_proj", "*.o_proj"])
     reasons = {row.path: row.reason for row in report.left}
@@ -158,10 +157,99 @@ def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) ->
     assert reasons["score"] == "heads stay in the model's dtype"
     assert reasons["router"] == "routers stay in the model's dtype"
     assert reasons["lora_A"] == "low-rank adapters stay in the model's dtype"
-    assert "without calling it" in reasons["attention.out_proj"]
     assert reasons["layers.2.self_attn.v_proj"] == reasons["layers.0.self_attn.o_proj"] == "fp8_skip names it"
     assert isinstance(model.plain, FP8Linear)
     assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 3 * 5 + 1
+
+
+def test_attention_of_torchs_multiplies_in_fp8_where_it_is_ours(device: Any) -> None:
+    recipe, (B, S, W, H) = Float8CurrentScaling(), (3, 5, 32, 4)
+    attention = nn.MultiheadAttention(W, H, batch_first=True, device=device)
+    nn.init.normal_(attention.in_proj_bias)
+    nn.init.normal_(attention.out_proj.bias)
+    first, last = Linear(W, 3 * W, device=device), Linear(W, W, device=device)
+    first.load_state_dict({"weight": attention.in_proj_weight, "bias": attention.in_proj_bias})
+    last.load_state_dict(attention.out_proj.state_dict())
+    names, x = list(attention.state_dict()), torch.randn(B, S, W, device=device)
+    plain = attention(x, x, x, need_weights=False)[0]
+    model = nn.ModuleDict({"a": attention})
+    report = convert(model, fp8=recipe)
+    told = became(report)
+    assert told["a"] == "FP8MultiheadAttention"
+    assert told["a.out_proj"] == "FP8NonDynamicallyQuantizableLinear"
+    results = []
+    for ours in (True, False):
+        given = x.clone().requires_grad_()
+        with fp8_autocast(recipe=recipe):
+            if ours:
+                y = attention(given, given, given, need_weights=False)[0]
+            else:
+                q, k, v = first(given).unflatten(-1, (3, H, W // H)).permute(2, 0, 3, 1, 4)
+                out = nn.functional.scaled_dot_product_attention(q, k, v)
+                y = last(out.transpose(1, 2).flatten(2))
+        y.square().sum().backward()
+        results.append([y.detach(), given.grad])
+    results[0] += [attention.in_proj_weight.grad, attention.in_proj_bias.grad, attention.out_proj.weight.grad]
+    results[1] += [first.weight.grad, first.bias.grad, last.weight.grad]
+    for a, b in zip(*results, strict=True):
+        assert distance(a, b) < 1e-5
+    assert 1e-3 < distance(results[0][0], plain.detach()) < 0.2
+    with torch.no_grad(), fp8_autocast(recipe=recipe):  # not torch's fast path, which knows no FP8
+        in_evaluation = attention.eval()(x, x, x, need_weights=False)[0]
+        assert distance(in_evaluation, results[0][0]) < 1e-5
+    assert distance(attention.train()(x, x, x, need_weights=False)[0].detach(), plain.detach()) < 1e-5
+    assert list(attention.state_dict()) == names
+    report.undo()
+    assert type(attention) is nn.MultiheadAttention
+    assert not hasattr(attention, "fp8_state")
+
+
+def test_attention_that_stays_keeps_its_second_product_too() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(16, 2, add_zero_attn=True), "b": nn.MultiheadAttention(16, 2)})
+    report = convert(model, fp8=Float8CurrentScaling(), fp8_skip=["b"])
+    reasons = {row.path: row.reason for row in report.left}
+    assert reasons["a"] == "it adds keys of its own (add_bias_kv, add_zero_attn)"
+    assert "without calling it" in reasons["a.out_proj"]
+    assert "without calling it" in reasons["b.out_proj"]
+    assert {row.path: row.became for row in report.swapped} == {"b": "FusedMultiheadAttention"}
+
+
+def test_a_plain_encoder_trains_in_fp8_with_delayed_scaling(models: SimpleNamespace) -> None:
+    model = models.EncoderClassifier()
+    names = list(model.state_dict())
+    report = convert(model, fp8=DelayedScaling(amax_history_len=4))
+    assert [row.path for row in report.left] == ["head"]
+    optimizer = FusedAdam(model.parameters(), lr=2e-3)
+    tokens = (torch.arange(8)[:, None] + torch.arange(5)) % 51
+    losses = []
+    for _ in range(6):
+        loss = nn.functional.cross_entropy(model(tokens[:-1]).flatten(0, 1), tokens[1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    layer = model.encoder.layers[0]
+    assert layer.self_attn.fp8_state is not None
+    assert layer.self_attn.out_proj.fp8_state is not None
+    assert list(model.state_dict()) == names
+    report.undo()
+    assert not any("fusestep" in type(module).__module__ for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's, where its graph breaks
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda recipe: type(recipe).__name__)
+def test_compiled_in_a_region_it_gives_the_same(recipe: Any) -> None:
+    torch._dynamo.reset()
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+    convert(layer, fp8=recipe)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(2, 6, 32)
+    with fp8_autocast(recipe=recipe):
+        wanted = layer(x)
+        found = compiled(x)
+    assert distance(found.detach(), wanted.detach()) < 1e-5
 
 
 def test_a_last_layer_as_wide_as_the_vocabulary_is_a_head_and_no_other_is() -> None:

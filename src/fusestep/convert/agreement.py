@@ -42,6 +42,7 @@ class Trial:
         only_new: whether the new module alone runs in that context.
         weights: the dtype that the weights are cast to; None: they stay.
         other_mode: whether modules that train are run in evaluation, and the other way round.
+        always: whether each of several layers that look alike goes through it, as each does through the plain one.
         narrow: whether 16-bit numbers take part although inputs, weights and outputs do not show it.
         tolerance: None: that of the numbers' dtype.
     """
@@ -52,6 +53,7 @@ class Trial:
     only_new: bool = False
     weights: torch.dtype | None = None
     other_mode: bool = False
+    always: bool = False
     narrow: bool = False
     tolerance: float | None = None
 
@@ -149,7 +151,9 @@ class Trials:
             pair = _Pair(old, new, inputs, device, first.dtype)
             wanted = usual_trials(first.dtype, device) if trials is None else trials
             try:
-                found = pair.compare(wanted if known is None else [trial for trial in wanted if not trial.name])
+                found = pair.compare(
+                    wanted if known is None else [trial for trial in wanted if trial.always or not trial.name]
+                )
             except torch.OutOfMemoryError:
                 return Agreement(False, reason="there is no memory left to try it")
         if found.ok and known is None:

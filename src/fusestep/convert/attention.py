@@ -24,6 +24,7 @@ from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
 from fusestep.convert.patterns import Pattern, is_a
 from fusestep.dispatch import Choice
+from fusestep.fp8 import context
 from fusestep.nn.attention_backends import NAMES, attend, choose
 
 #: Masks that are looked at in vain, or for a single call, before no more are.
@@ -85,11 +86,12 @@ class FusedMultiheadAttention(Kind):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        old = nn.MultiheadAttention.forward
         if need_weights or key_padding_mask is not None or query is not key or key is not value:
-            return super().forward(query, key, value, *options)  # type: ignore[no-any-return]
-        is_inference = not self.training and not torch.is_grad_enabled()
+            return old(self, query, key, value, *options)  # type: ignore[arg-type]
+        is_inference = not (self.training or torch.is_grad_enabled() or context.is_enabled())
         if query.dim() != 3 or query.is_nested or is_inference or not self._knows(query, attn_mask, is_causal):
-            return super().forward(query, key, value, *options)  # type: ignore[no-any-return]
+            return old(self, query, key, value, *options)  # type: ignore[arg-type]
         return self._attended(query, attn_mask, is_causal), None
 
     def _knows(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -101,7 +103,7 @@ class FusedMultiheadAttention(Kind):
         return is_shaped and (mask.dtype is torch.bool or mask.is_floating_point())
 
     def _attended(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        mixed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        mixed = self._in_proj(x)
         # (B, H, S, D) views of the product, whichever of batch and sequence is first
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         heads = mixed.unflatten(-1, (3, self.num_heads, self.head_dim))
@@ -117,7 +119,14 @@ class FusedMultiheadAttention(Kind):
         else:
             out = F.scaled_dot_product_attention(q, k, v, self._added(mask, q), dropout, scale=scale)
         out = out.permute(order if self.batch_first else (2, 0, 1, 3)).flatten(-2)
-        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        return self._out_proj(out)
+
+    def _in_proj(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.in_proj_weight, self.in_proj_bias)
+
+    def _out_proj(self, x: Tensor) -> Tensor:
+        # Its forward is not called, nor are its hooks: torch's module does not either.
+        return F.linear(x, self.out_proj.weight, self.out_proj.bias)
 
     def _added(self, mask: Tensor, q: Tensor) -> Tensor:
         """What torch adds to the scores: (S, S), or (B, H, S, S) of (B · H, S, S)."""
@@ -132,7 +141,8 @@ class FusedMultiheadAttention(Kind):
         return Choice("torch", f"torch's attention kernels; for each shape {NAMES['cudnn']}, flash or torch's choice")
 
 
-def _matches(module: nn.Module) -> bool | str:
+def is_attention(module: nn.Module) -> bool | str:
+    """Whether a module is nn.MultiheadAttention of a form that is swapped, or why it is not."""
     if not isinstance(module, nn.MultiheadAttention) or is_a(module, FusedMultiheadAttention):
         return False
     if type(module).forward is not nn.MultiheadAttention.forward:
@@ -146,7 +156,7 @@ def _matches(module: nn.Module) -> bool | str:
     return True
 
 
-def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
+def attention_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     """Without a mask, with a causal one, and with others: added, boolean, and one for each head."""
     attention: Any = module
     width, heads = attention.embed_dim, attention.num_heads
@@ -187,10 +197,10 @@ PATTERNS = (
     Pattern(
         "self-attention without copies, causal kernel for causal masks",
         FusedMultiheadAttention,
-        _matches,
-        _inputs,
+        is_attention,
+        attention_inputs,
         quiet=("dropout",),
     ),
     # Told, never swapped: what happens between its products differs from version to version.
-    Pattern("attention", FusedMultiheadAttention, _library_attention, _inputs),
+    Pattern("attention", FusedMultiheadAttention, _library_attention, attention_inputs),
 )

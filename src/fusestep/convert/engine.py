@@ -32,9 +32,8 @@ def run(
         if isinstance(value, str) or not all(isinstance(one, str) for one in value):
             raise UserError(f"convert: {what} is {value!r}; pass a list of patterns such as ['*.layers.0.*'].")
     check_arguments(fp8, fp8_keep_blocks)
-    patterns = known_patterns()
-    if fp8 is not None:
-        patterns += fp8_patterns(model, fp8, fp8_skip, fp8_keep_blocks)
+    asked = [] if fp8 is None else fp8_patterns(model, fp8, fp8_skip, fp8_keep_blocks)
+    patterns = known_patterns(asked)
     walk = _Walk(model, skip)
     report = Report((), dry_run, walk.swaps)
     try:

@@ -1,7 +1,8 @@
-"""Linear layers that multiply in FP8: nn.Linear, and GPT-2's Conv1D, whose weight lies the other way.
+"""Linear layers that multiply in FP8: nn.Linear, GPT-2's Conv1D, whose weight lies the other way, and those of
+nn.MultiheadAttention.
 
 Which layers stay in the model's dtype, whatever was asked: heads, layers that share their weight with an embedding,
-routers, low-rank adapters, and what torch's own modules use without calling it.
+routers and low-rank adapters.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.convert.agreement import Call, Probe, Trial
+from fusestep.convert.attention import FusedMultiheadAttention, attention_inputs, is_attention
 from fusestep.convert.classes import Kind
 from fusestep.convert.patterns import Pattern, is_a, is_named, rows
+from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8 import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, context, fp8_autocast
 from fusestep.fp8.context import Region
 from fusestep.fp8.held import ATTRIBUTE
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn import Linear
-from fusestep.nn.fp8_module import FP8Module
+from fusestep.nn.fp8_module import GRAPH_BREAK, FP8Module
 from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT
 
 #: How far FP8 may be from the model's dtype: E5M2 keeps two bits of a gradient's mantissa.
@@ -48,8 +51,7 @@ class FP8Linear(Linear, Kind):
         self._reset_fp8()
 
     def _released(self) -> None:
-        if getattr(self.weight, ATTRIBUTE, None) is not None:
-            delattr(self.weight, ATTRIBUTE)  # copies that the optimizer was asked to write
+        _forget_copies(self.weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Without the scales: the old model's state dict has none, and the first step finds them in the tensors.
@@ -74,6 +76,33 @@ class FP8Conv1D(FP8Linear):
         return y
 
 
+class FP8MultiheadAttention(FusedMultiheadAttention, FP8Linear):
+    """nn.MultiheadAttention whose packed product of q, k and v is an FP8 linear layer; `out_proj` may be one too.
+
+    As a linear layer it has the parameters in_proj_weight and in_proj_bias.
+    """
+
+    def _in_proj(self, x: Tensor) -> Tensor:
+        mixed: Tensor = Linear.forward(self, x)
+        return mixed
+
+    def _out_proj(self, x: Tensor) -> Tensor:
+        if not is_a(self.out_proj, FP8Linear):
+            return super()._out_proj(x)
+        y: Tensor = FP8Linear.forward(self.out_proj, x)  # type: ignore[arg-type]
+        return y
+
+    def _outside_of_a_graph(self, *args: Any) -> Any:
+        return torch.compiler.disable(Linear.forward, reason=GRAPH_BREAK)(self, *args)
+
+    def implementation(self) -> Choice:
+        """What the products run as, and why."""
+        return Linear.implementation(self)
+
+    def _released(self) -> None:
+        _forget_copies(self.in_proj_weight)
+
+
 class FP8Forward(Kind):
     """A model whose forward runs within fp8_autocast, unless it is called in a region of the caller's own."""
 
@@ -87,28 +116,40 @@ class FP8Forward(Kind):
             return super().forward(*args, **kwargs)
 
 
+def _forget_copies(weight: Tensor) -> None:
+    """Forget the copies of a weight that the optimizer was asked to write."""
+    if getattr(weight, ATTRIBUTE, None) is not None:
+        delattr(weight, ATTRIBUTE)
+
+
 def fp8_patterns(model: nn.Module, recipe: Recipe, skip: Sequence[str], keep: tuple[int, int]) -> list[Pattern]:
     """The patterns that make linear layers of this very model multiply in FP8."""
     kept = _kept_layers(model, skip, keep)
+    users = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
 
-    def of(kind: type[nn.Module], is_kind: Callable[[nn.Module], bool | str], width: Callable[[Any], int]) -> Pattern:
+    def of(
+        kind: type[nn.Module],
+        is_kind: Callable[[nn.Module], bool | str],
+        inputs: Callable[[nn.Module, Probe], Sequence[Call]],
+        quiet: tuple[str, ...] = (),
+    ) -> Pattern:
         def matches(module: nn.Module) -> bool | str:
             answer = is_kind(module)
-            return kept[id(module)] if answer is True and id(module) in kept else answer
+            if answer is not True:
+                return answer
+            user = users.get(id(module))
+            if user is not None and not is_a(user, FP8MultiheadAttention):
+                return "nn.MultiheadAttention multiplies by its weight without calling it"
+            return kept.get(id(module), True)
 
-        def inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
-            return rows(probe, width(module))
+        what, trials = f"products in FP8 ({type(recipe).__name__})", functools.partial(_trials, recipe)
+        return Pattern(what, kind, matches, inputs, _attributes, quiet=quiet, trials=trials)
 
-        return Pattern(
-            f"products in FP8 ({type(recipe).__name__})",
-            kind,
-            matches,
-            inputs,
-            _attributes,
-            trials=functools.partial(_trials, recipe),
-        )
-
-    return [of(FP8Linear, _is_linear, _width), of(FP8Conv1D, _is_conv1d, _width)]
+    return [
+        of(FP8Linear, _is_linear, _inputs),
+        of(FP8Conv1D, _is_conv1d, _inputs),
+        of(FP8MultiheadAttention, is_attention, attention_inputs, quiet=("dropout",)),
+    ]
 
 
 def check_arguments(recipe: object, keep: object) -> None:
@@ -142,8 +183,8 @@ def _is_conv1d(module: nn.Module) -> bool | str:
     return weight is not None and weight.dim() == 2 and bias is not None and bias.shape == weight.shape[1:]
 
 
-def _width(module: Any) -> int:
-    return int(module.weight.shape[1 if isinstance(module, nn.Linear) else 0])
+def _inputs(module: Any, probe: Probe) -> Sequence[Call]:
+    return rows(probe, int(module.weight.shape[1 if isinstance(module, nn.Linear) else 0]))
 
 
 def _out_features(module: Any) -> int:
@@ -152,13 +193,16 @@ def _out_features(module: Any) -> int:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What Linear's constructor would have set, and the module lacks."""
-    weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
-    is_linear = isinstance(module, nn.Linear)
-    out_features, in_features = weight.shape if is_linear else weight.shape[::-1]
-    blank = Linear(1, 1, bias=False, device="meta").__dict__
-    attributes = {name: value for name, value in blank.items() if name not in module.__dict__}
-    attributes |= {"parts": {"": out_features}, "has_bias": module._parameters["bias"] is not None}
-    return attributes if is_linear else attributes | {"in_features": in_features, "out_features": out_features}
+    part = "in_proj_" if isinstance(module, nn.MultiheadAttention) else ""
+    weight: Tensor = module._parameters[part + "weight"]  # type: ignore[assignment]
+    out_features, in_features = weight.shape[::-1] if _is_conv1d(module) is True else weight.shape
+    made = Linear(1, 1, bias=False, device="meta").__dict__ | {
+        "parts": {part: out_features},
+        "has_bias": module._parameters[part + "bias"] is not None,
+        "in_features": in_features,
+        "out_features": out_features,
+    }
+    return {name: value for name, value in made.items() if name not in module.__dict__}
 
 
 def _trials(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> list[Trial]:  # noqa: ARG001
@@ -167,7 +211,7 @@ def _trials(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> list[Tr
         recipe = Float8CurrentScaling(fp8_format=recipe.fp8_format)
     return [
         Trial(),
-        Trial("fp8", region=lambda: fp8_autocast(recipe=recipe), only_new=True, tolerance=FP8_TOLERANCE),
+        Trial("fp8", region=lambda: fp8_autocast(recipe=recipe), only_new=True, always=True, tolerance=FP8_TOLERANCE),
     ]
 
 
@@ -183,9 +227,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
     reasons: dict[int, str] = {}
     for path, module in model.named_modules():
         names = path.split(".")
-        if isinstance(module, nn.MultiheadAttention):
-            reasons[id(module.out_proj)] = "nn.MultiheadAttention multiplies by its weight without calling it"
-        elif is_named(path, skip):
+        if is_named(path, skip):
             reasons[id(module)] = "fp8_skip names it"
         elif id(module._parameters.get("weight")) in tied and not isinstance(module, nn.Embedding):
             reasons[id(module)] = "it shares its weight with an embedding"

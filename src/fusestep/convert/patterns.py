@@ -84,12 +84,12 @@ def unregister(pattern: Pattern) -> None:
     _registered.remove(pattern)
 
 
-def known_patterns() -> list[Pattern]:
-    """The user's, the newest first, and ours."""
+def known_patterns(asked: Sequence[Pattern]) -> list[Pattern]:
+    """The user's, the newest first, what is asked for, and ours."""
     from fusestep.convert import activations, attention, blocks, gated_mlp, norms
 
     ours = (gated_mlp.PATTERNS, norms.PATTERNS, activations.PATTERNS, attention.PATTERNS, blocks.PATTERNS)
-    return [*_registered, *(pattern for patterns in ours for pattern in patterns)]
+    return [*_registered, *asked, *(pattern for patterns in ours for pattern in patterns)]
 
 
 def is_named(path: str, patterns: Sequence[str]) -> bool:
