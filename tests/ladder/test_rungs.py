@@ -12,7 +12,7 @@ NAMES = [rung.name for rung in RUNGS]
 
 
 def test_the_rungs_have_their_names() -> None:
-    assert NAMES == ["adam", "fused-adam", "fused-norm", "amp", "blocks", "fp8", "graph"]
+    assert NAMES == ["adam", "fused-adam", "fused-norm", "amp", "blocks", "loss", "fp8", "graph"]
 
 
 def test_each_rung_keeps_every_change_of_those_before() -> None:
@@ -25,12 +25,12 @@ def test_each_rung_keeps_every_change_of_those_before() -> None:
         before = recipe
     assert recipe_of("adam") == Recipe("seed", "torch", "torch", "fp32")
     assert recipe_of("amp") == Recipe("seed", "fused", "fused", "bf16")
-    assert recipe_of("fp8") == Recipe("fused", "fused", "fused", "fp8", "delayed", "auto", None)
+    assert recipe_of("fp8") == Recipe("fused", "fused", "fused", "fp8", "delayed", "auto", None, "fused")
     assert recipe_of("graph") == replace(recipe_of("fp8"), graph=True)
 
 
 def test_later_rungs_are_without_fp8_where_it_is_not_measured() -> None:
-    assert recipe_of("graph", chosen=["adam", "graph"]) == replace(recipe_of("blocks"), graph=True)
+    assert recipe_of("graph", chosen=["adam", "graph"]) == replace(recipe_of("loss"), graph=True)
     assert recipe_of("graph", chosen=["adam", "fp8", "graph"]) == recipe_of("graph")
     assert recipe_of("fp8", chosen=["adam"]) == recipe_of("fp8")
 
@@ -43,7 +43,7 @@ def test_every_rung_but_the_first_says_when_it_does_not_pay() -> None:
     ("text", "expected"),
     [
         ("1-4", NAMES[:4]),
-        ("1-7", NAMES),
+        ("1-8", NAMES),
         ("5,fp8", ["adam", "blocks", "fp8"]),
         ("amp", ["adam", "amp"]),  # every gain is over the first
         ("amp, fused-adam", ["adam", "fused-adam", "amp"]),
@@ -64,8 +64,8 @@ def test_what_is_no_rung_is_one_sentence_that_lists_them(text: str) -> None:
 def test_by_default_fp8_and_graphs_run_where_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr("fusestep.ladder.rungs.support", lambda device: (False, "no FP8 tensor cores"))
-    assert list(default_names(cpu)) == NAMES[:5]
-    assert list(default_names(gpu)) == [*NAMES[:5], "graph"]
+    assert list(default_names(cpu)) == NAMES[:6]
+    assert list(default_names(gpu)) == [*NAMES[:6], "graph"]
     monkeypatch.setattr("fusestep.ladder.rungs.support", lambda device: (True, "FP8 tensor cores"))
     assert list(default_names(gpu)) == NAMES
 

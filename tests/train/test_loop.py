@@ -380,7 +380,7 @@ def test_out_of_memory_names_the_peak_its_parts_and_what_to_lower(
             raise MemoryError
         return torch.empty(2**60)
 
-    monkeypatch.setattr(GPT, "forward", exhausted)
+    monkeypatch.setattr(GPT, "_hidden", exhausted)
     config = tiny(batch=6, accumulate=2)
     with pytest.raises(UserError) as raised:
         train(config)
@@ -414,7 +414,7 @@ def test_other_errors_keep_their_traceback(tiny: Build, monkeypatch: pytest.Monk
     def broken(self: GPT, tokens: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "_hidden", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         train(tiny())
 

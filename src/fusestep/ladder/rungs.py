@@ -33,6 +33,7 @@ class Recipe:
         optimizer: "torch" (torch.optim.AdamW as torch sets it up by default) or "fused" (fusestep.optim.FusedAdam).
         precision: "fp32" (TF32 off), "bf16" through torch.amp.autocast, or "fp8" within it, by fp8_autocast.
         scaling, fp8_format, amax_history: with fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
+        loss: "torch" (cross entropy of all logits) or "fused" (GPT.loss, by fusestep.linear_cross_entropy).
         graph: the whole step in one CUDA graph, by fusestep.TrainStep.
         lr: learning rate; weight decay is torch's default, 0.01.
     """
@@ -44,6 +45,7 @@ class Recipe:
     scaling: RecipeName = "delayed"
     fp8_format: FormatName = "auto"
     amax_history: int | None = None
+    loss: Literal["torch", "fused"] = "torch"
     graph: bool = False
     lr: float = 3e-4
 
@@ -90,6 +92,10 @@ def _blocks(recipe: Recipe) -> Recipe:
     return replace(recipe, form="fused")
 
 
+def _loss(recipe: Recipe) -> Recipe:
+    return replace(recipe, loss="fused")
+
+
 def _fp8(recipe: Recipe) -> Recipe:
     return replace(recipe, precision="fp8")
 
@@ -127,6 +133,13 @@ RUNGS: tuple[Rung, ...] = (
         _blocks,
         "layer_norm",
         "attention without a mask and the folded adds save little at this length and width",
+    ),
+    Rung(
+        "loss",
+        "+ fusestep.linear_cross_entropy: the head's product and the loss without holding all logits",
+        _loss,
+        "linear_cross_entropy",
+        "a small vocabulary: its logits are little beside the rest of the step",
     ),
     Rung(
         "fp8",

@@ -54,8 +54,9 @@ class Step:
         self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
             self.model.parameters(), lr=recipe.lr, weight_decay=0.01
         )
+        self._loss = {"torch": _loss_of_logits, "fused": GPT.loss}[recipe.loss]
         self.graphed = (
-            TrainStep(self.model, _loss, self.optimizer, autocast=self._autocast, fp8_recipe=self._fp8)
+            TrainStep(self.model, self._loss, self.optimizer, autocast=self._autocast, fp8_recipe=self._fp8)
             if recipe.graph
             else None
         )
@@ -68,7 +69,7 @@ class Step:
             torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None),
             fp8_autocast(enabled=self._fp8 is not None, recipe=self._fp8),
         ):
-            loss = _loss(self.model, tokens, targets)
+            loss = self._loss(self.model, tokens, targets)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -100,7 +101,7 @@ def _saturated(row: TensorStatistics) -> float:
     return row.saturated or 0.0
 
 
-def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss_of_logits(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 

@@ -15,6 +15,8 @@ from fusestep.errors import UserError
 from fusestep.models.blocks import EPSILON, PlainBlock, fused_block
 from fusestep.models.config import GPTConfig
 from fusestep.models.seed import SeedBlock, causal_mask
+from fusestep.ops.cross_entropy import Reduction
+from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 
 _BLOCKS: dict[str, Callable[[GPTConfig], nn.Module]] = {
     "seed": SeedBlock,
@@ -86,11 +88,32 @@ class GPT(nn.Module):
         Raises: UserError for a wrong shape, and on the CPU for an id outside the vocabulary (on a GPU that check would
             make the host wait at every step; the data sources check ids on the host).
         """
+        return F.linear(self._hidden(tokens), self._head())
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, *, reduction: Reduction = "mean", ignore_index: int = -100
+    ) -> Tensor:
+        """Cross entropy of the next token at every position, without holding all logits.
+
+        Args:
+            tokens: as of forward.
+            targets: (B, T) int64 or int32, the next token of each; ignore_index counts for nothing.
+            reduction: "mean" over the targets that count, "sum", or "none" for (B, T).
+        Returns: the loss in fp32 (fp64 for parameters in fp64).
+        Raises: UserError as forward does, and for targets that do not fit.
+        """
+        return linear_cross_entropy(
+            self._hidden(tokens), self._head(), targets, reduction=reduction, ignore_index=ignore_index
+        )
+
+    def _head(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """What the head multiplies: (B, T) to (B, T, W)."""
         self._check(tokens)
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        x = F.dropout(x, self.config.dropout, self.training)
-        head = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self._trunk(x), head)
+        return self._trunk(F.dropout(x, self.config.dropout, self.training))
 
     def _trunk(self, x: Tensor) -> Tensor:
         """The blocks and the final norm: (B, T, W) to (B, T, W)."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep.data import Source
@@ -17,6 +16,7 @@ from fusestep.fp8 import fp8_autocast
 from fusestep.fp8.statistics import TensorStatistics, collect, reset_counts
 from fusestep.models import GPT, GPTConfig
 from fusestep.nn.fp8_module import FP8Module
+from fusestep.ops.cross_entropy import Reduction
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 from fusestep.train import checkpoint
 from fusestep.train.checkpoint import Checkpoint
@@ -192,15 +192,11 @@ class Trainer:
             scaler.unscale_(self._probe_optimizer)
         scaler.update()
 
-    def _loss(self, inputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def _loss(self, inputs: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         inputs, targets = self._to_device(inputs), self._to_device(targets)
         precision = self.config.precision
         with torch.autocast(self.device.type, dtype_of(precision), enabled=precision != "fp32"):
-            logits = self.model(inputs)
-        loss: Tensor = F.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
-        return loss
+            return self.model.loss(inputs, targets, ignore_index=IGNORED, reduction=reduction)
 
     @contextmanager
     def _fp8(self) -> Iterator[None]:
