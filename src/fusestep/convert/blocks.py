@@ -194,7 +194,7 @@ def _llama_block(module: nn.Module) -> bool | str:
 def _llama_inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     attention: Any = module.self_attn
     width = int(module.input_layernorm.weight.shape[0])  # type: ignore[union-attr, index]
-    turned = getattr(attention, "head_dim", None) or getattr(attention, "qk_rope_head_dim", width)
+    turned: Any = getattr(attention, "head_dim", None) or getattr(attention, "qk_rope_head_dim", width)
     angles = probe.randn(3, 21, turned)
     positions = torch.arange(21, device=probe.device).expand(3, 21)
     options = {

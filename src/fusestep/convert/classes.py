@@ -127,7 +127,7 @@ def check_release(path: str, module: nn.Module) -> None:
 
 def _is_own_forward(module: nn.Module) -> bool:
     """Whether the forward that was set on a module is what its class has: what unwrapping leaves behind."""
-    forward = module.__dict__.get("forward")
+    forward: Any = module.__dict__.get("forward")
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 

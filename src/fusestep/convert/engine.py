@@ -151,9 +151,7 @@ def _obstacle(module: nn.Module) -> str | None:
     for name, parameter in module.named_parameters():
         if type(parameter).__name__ == "DTensor":  # by name, since its import takes half a second
             return f"its {name} is sharded: convert before the model is"
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
+    for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter:
             return f"its {name} is a {type(parameter).__name__}"
         if type(parameter.data) is not Tensor:

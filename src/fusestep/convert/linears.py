@@ -76,7 +76,7 @@ class FP8Conv1D(FP8Linear):
         return y
 
 
-class FP8MultiheadAttention(FusedMultiheadAttention, FP8Linear):
+class FP8MultiheadAttention(FusedMultiheadAttention, FP8Linear):  # type: ignore[misc]  # the first forward is meant
     """nn.MultiheadAttention whose packed product of q, k and v is an FP8 linear layer; `out_proj` may be one too.
 
     As a linear layer it has the parameters in_proj_weight and in_proj_bias.
