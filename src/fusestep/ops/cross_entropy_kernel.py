@@ -43,7 +43,7 @@ def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr):
     y = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if CAPS:
         # What stands behind a row may be anything.
-        y = _tanh(tl.where(column < columns, y, 0.0) / softcap) * softcap
+        y = _tanh(tl.where(column < columns, y, 0.0) * (1.0 / softcap)) * softcap
     return tl.where(column < columns, y, float("-inf"))
 
 
@@ -85,6 +85,7 @@ def _cross_entropy_kernel(
     place = lane + tl.arange(0, VECTOR)[None, :]
     if losses_ptr is None:
         lse = tl.load(lse_ptr + row)
+        base, share = lse, 1.0
     else:
         top = tl.full([LANES, 1], float("-inf"), tl.float32)
         mass = tl.zeros([LANES, 1], tl.float32)
@@ -102,22 +103,26 @@ def _cross_entropy_kernel(
         peak = tl.max(tl.max(top, axis=1), axis=0)
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         mass = tl.sum(tl.sum(mass * tl.exp(top - peak), axis=1), axis=0)
-        lse = tl.where(is_counted, peak + tl.log(tl.where(is_counted, mass, 1.0)), 0.0)
+        mass = tl.where(is_counted, mass, 1.0)
+        rest = tl.log(mass)
+        base, share = peak, 1.0 / mass
+        lse = tl.where(is_counted, peak + rest, 0.0)
         # Read before anything is written in its place: the sums above make all threads of the program meet.
         is_here = is_counted & is_known & (local >= 0) & (local < columns)
         picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
         if CAPS:
             picked = _tanh(picked / softcap) * softcap
-        loss = lse - (1.0 - label_smoothing) * picked + z_loss * lse * lse
+        # From the largest logit down, since lse less a logit would lose digits where both are large.
+        loss = rest + (1.0 - label_smoothing) * (peak - picked) + z_loss * lse * lse
         if SMOOTHS:
-            loss -= label_smoothing * (tl.sum(tl.sum(total, axis=1), axis=0) / vocabulary)
+            loss += label_smoothing * (peak - tl.sum(tl.sum(total, axis=1), axis=0) / vocabulary)
         loss = tl.where(is_known, loss * weight, float("nan"))
         tl.store(losses_ptr + row, tl.where(is_counted, loss, 0.0))
         tl.store(lse_ptr + row, lse)
     if gradient_ptr is not None:
         coefficient = tl.load(upstream_ptr + row * upstream_stride) * weight
         coefficient = tl.where(is_known, coefficient, float("nan"))
-        rise = coefficient * (1.0 + 2.0 * z_loss * lse)
+        rise = coefficient * (1.0 + 2.0 * z_loss * lse) * share
         spread = coefficient * (label_smoothing / vocabulary)
         at_target = coefficient * (1.0 - label_smoothing)
         gradient_row_ptr = gradient_ptr + row * gradient_stride
@@ -126,9 +131,9 @@ def _cross_entropy_kernel(
             column = start + place
             mask = (start + lane < columns) if PADDED else (column < columns)
             y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
-            slope = tl.exp(y - lse) * rise - spread - tl.where(column == local, at_target, 0.0)
+            slope = tl.exp(y - base) * rise - spread - tl.where(column == local, at_target, 0.0)
             if CAPS:
-                capped = y / softcap
+                capped = y * (1.0 / softcap)
                 slope *= 1.0 - capped * capped
             tl.store(gradient_row_ptr + column, tl.where(is_counted, slope, 0.0), mask=mask)
 

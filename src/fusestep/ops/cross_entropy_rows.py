@@ -128,10 +128,13 @@ def _reference(
     is_here = is_counted & (local >= 0) & (local < logits.shape[1])
     column = torch.where(is_here, local, 0)[:, None]
     if losses is not None:
-        lse.copy_(torch.where(is_counted, torch.logsumexp(y, 1), 0.0))
-        loss = lse - (1.0 - smoothing) * y.gather(1, column)[:, 0] + z_loss * lse * lse
+        # From the largest logit down, since lse less a logit would lose digits where both are large.
+        peak = y.amax(1)
+        rest = torch.logsumexp(y - peak[:, None], 1)
+        lse.copy_(torch.where(is_counted, peak + rest, 0.0))
+        loss = rest + (1.0 - smoothing) * (peak - y.gather(1, column)[:, 0]) + z_loss * lse * lse
         if smoothing:
-            loss -= smoothing * y.mean(1)
+            loss += smoothing * (peak - y.mean(1))
         if token_weights is not None:
             loss *= token_weights
         losses.copy_(torch.where(is_counted, torch.where(is_known, loss, torch.nan), 0.0))
