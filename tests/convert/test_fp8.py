@@ -85,7 +85,7 @@ def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
         y.backward(dy)
         weight = module.weight.grad
         results.append([y.detach(), given.grad, weight if module is reference else weight.t(), module.bias.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 1e-5
     with fp8_autocast(enabled=False):
         assert torch.equal(layer(x), plain)
     report.undo()
@@ -191,12 +191,14 @@ def test_attention_of_torchs_multiplies_in_fp8_where_it_is_ours(device: Any) -> 
         results.append([y.detach(), given.grad])
     results[0] += [attention.in_proj_weight.grad, attention.in_proj_bias.grad, attention.out_proj.weight.grad]
     results[1] += [first.weight.grad, first.bias.grad, last.weight.grad]
+    # A last bit of attention's output may move a value to the next one of FP8, where kernels differ.
+    close = 1e-5 if device.type == "cpu" else 1e-2
     for a, b in zip(*results, strict=True):
-        assert distance(a, b) < 1e-5
+        assert distance(a, b) < close
     assert 1e-3 < distance(results[0][0], plain.detach()) < 0.2
     with torch.no_grad(), fp8_autocast(recipe=recipe):  # not torch's fast path, which knows no FP8
         in_evaluation = attention.eval()(x, x, x, need_weights=False)[0]
-        assert distance(in_evaluation, results[0][0]) < 1e-5
+        assert distance(in_evaluation, results[0][0]) < close
     assert distance(attention.train()(x, x, x, need_weights=False)[0].detach(), plain.detach()) < 1e-5
     assert list(attention.state_dict()) == names
     report.undo()

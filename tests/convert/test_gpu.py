@@ -132,7 +132,9 @@ def test_a_conversion_leaves_the_gpus_generator_and_waits_for_nothing_afterwards
     state = torch.cuda.get_rng_state()
     convert(model)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    tokens = batch()
-    model(tokens).sum().backward()  # kernels are compiled
+    x = torch.randn(4, 40, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.randn(4, 40, 64, device="cuda").bfloat16()
+    rotation = (angles.cos(), angles.sin())
+    model.norm(model.layers[0](x, position_embeddings=rotation)).sum().backward()  # kernels are compiled
     with no_waiting():
-        model(tokens).sum().backward()
+        model.norm(model.layers[0](x, position_embeddings=rotation)).sum().backward()

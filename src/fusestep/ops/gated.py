@@ -36,6 +36,25 @@ from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_
 GATED = tuple(name for name in ACTIVATIONS if is_gated(name))
 
 
+def gated_reference(a: Tensor, b: Tensor, name: str) -> Tensor:
+    """act(a) · b in fp32, not rounded (fp64 of fp64)."""
+    kind = base(name)
+    if kind in ACTIVATIONS:
+        return activation_reference(a, kind) * b
+    return activation_reference(torch.cat((a, b), -1), name)
+
+
+def gated_backward_reference(dy: Tensor, a: Tensor, b: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The gradients of a and b, in fp32 and not rounded (fp64 of fp64)."""
+    kind = base(name)
+    if kind in ACTIVATIONS:
+        value = activation_reference(a, kind)
+        wide = dy.to(value.dtype)
+        return activation_backward_reference(wide * b, a, kind), wide * value
+    da, db = activation_backward_reference(dy, torch.cat((a, b), -1), name).chunk(2, -1)
+    return da, db
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     a_ptr,  # the gate: rows of `columns`, a_stride apart
@@ -107,10 +126,9 @@ def _run(a: Tensor, b: Tensor, dy: Tensor | None, name: str) -> tuple[Tensor, Te
     if a.numel() == 0:
         return first, second
     if not _uses_triton(a):
-        h = torch.cat((a, b), -1)
         if dy is None or second is None:
-            return first.copy_(activation_reference(h, name)), None
-        da, db = activation_backward_reference(dy, h, name).chunk(2, -1)
+            return first.copy_(gated_reference(a, b, name)), None
+        da, db = gated_backward_reference(dy, a, b, name)
         return first.copy_(da), second.copy_(db)
     strides = []
     operands: list[Tensor | None] = []
@@ -161,8 +179,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         a, b = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            gradient = activation_backward_reference(dy, torch.cat((a, b), -1), ctx.name).to(a.dtype)
-            da, db = gradient.chunk(2, -1)
+            da, db = (gradient.to(a.dtype) for gradient in gated_backward_reference(dy, a, b, ctx.name))
         elif ctx.plain and is_plain(dy):
             da, db = _run_backward(dy, a, b, ctx.name)
         else:
@@ -194,7 +211,7 @@ def gated_activation(gate: Tensor, value: Tensor, name: str) -> Tensor:
         # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
         if _uses_triton(gate):
             dispatch.announce("gated", "transforms of torch.func work on PyTorch's own operations")
-        return activation_reference(torch.cat((gate, value), -1), name).to(gate.dtype)
+        return gated_reference(gate, value, name).to(gate.dtype)
     y: Tensor = _Gated.apply(gate, value, name, not compiling and is_plain(gate) and is_plain(value))
     return y
 
