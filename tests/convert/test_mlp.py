@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fusestep import convert
 from fusestep.convert.activations import recognised
 from fusestep.convert.gated_mlp import FusedGatedMLP
+from fusestep.convert.twins import twin
 from fusestep.nn import Linear
 
 W, N = 16, 24
@@ -138,6 +140,26 @@ def test_hooks_on_the_activation_are_called(models: SimpleNamespace) -> None:
     later.act_fn.register_forward_hook(lambda module, args, y: seen.append(y))
     later(torch.randn(4, W))
     assert len(seen) == 1
+
+
+def test_another_activation_afterwards_is_the_one_that_is_computed(models: SimpleNamespace) -> None:
+    mlp = models.GatedMLP(W, N)
+    convert(mlp)
+    x = torch.randn(4, W)
+    fused = copy.deepcopy(mlp)
+    assert fused.fused_known is fused.act_fn  # a copy stays fused
+    mlp.act_fn = nn.Tanh()
+    assert torch.equal(mlp(x), mlp.down_proj(torch.tanh(mlp.gate_proj(x)) * mlp.up_proj(x)))
+
+
+def test_a_trial_of_what_is_around_it_runs_the_fused_form(models: SimpleNamespace) -> None:
+    mlp = models.GatedMLP(W, N)
+    convert(mlp)
+    tried = twin(mlp)
+    assert tried.act_fn is not mlp.act_fn
+    tried.act_fn.forward = None  # the fused form calls it no more
+    x = torch.randn(4, W)
+    assert torch.equal(tried(x), mlp(x))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Trials:
         self,
         module: nn.Module,
         kind: type[nn.Module],
-        attributes: dict[str, Any],
+        attributes: Callable[[nn.Module], dict[str, Any]],
         inputs: Callable[[nn.Module, Probe], Sequence[Call]],
         trials: Sequence[Trial] | None,
         quiet: Sequence[str],
@@ -128,7 +128,7 @@ class Trials:
 
         Args:
             module: stays as it is.
-            attributes: that the new one gets.
+            attributes: makes those that the new one gets.
             inputs: makes arguments of forward, for several calls.
             trials: None: the usual ones.
             quiet: attributes, such as dropout probabilities, that are 0 in trials.
@@ -147,7 +147,7 @@ class Trials:
             for name in quiet:
                 setattr(old, name, 0.0)
             new = twin(old)
-            become(new, kind, attributes)
+            become(new, kind, attributes(new))
             pair = _Pair(old, new, inputs, device, first.dtype)
             wanted = usual_trials(first.dtype, device) if trials is None else trials
             try:

@@ -98,7 +98,7 @@ class _Walk:
                 failed.append((f"it has an attribute named {min(taken)} already", None))
                 continue
             trials = None if pattern.trials is None else pattern.trials(*self._numbers(module))
-            found = self._trials.run(module, pattern.becomes, attributes, pattern.inputs, trials, pattern.quiet)
+            found = self._trials.run(module, pattern.becomes, pattern.attributes, pattern.inputs, trials, pattern.quiet)
             if not found.ok:
                 failed.append((found.reason, found))
                 continue

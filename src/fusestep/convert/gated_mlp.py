@@ -60,12 +60,15 @@ class FusedGatedMLP(Kind):
     fused_names: Names
     fused_activation: str
     fused_activation_name: str | None
+    fused_known: Any  # what that attribute held
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         names = self.fused_names
-        act = None if self.fused_activation_name is None else getattr(self, self.fused_activation_name)
-        if isinstance(act, nn.Module) and has_hooks(act):
-            return super().forward(*args, **kwargs)  # someone wants to see the activation
+        if self.fused_activation_name is not None:
+            act = getattr(self, self.fused_activation_name)
+            # Another activation than the one that was known, or someone who wants to see it.
+            if act is not self.fused_known or (isinstance(act, nn.Module) and has_hooks(act)):
+                return super().forward(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
         if names.up is None:
             hidden = activation(getattr(self, names.gate)(x), self.fused_activation)
@@ -131,7 +134,12 @@ def _matches(module: nn.Module) -> bool | str:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     attribute, act = _activation_of(module)
     name = _GATED_BY[recognised(act) or ""]
-    return {"fused_names": _names_of(module), "fused_activation": name, "fused_activation_name": attribute}
+    return {
+        "fused_names": _names_of(module),
+        "fused_activation": name,
+        "fused_activation_name": attribute,
+        "fused_known": act,
+    }
 
 
 def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:

@@ -55,6 +55,9 @@ def twin(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) ->
         new.__dict__["_parameters"] = {k: None if p is None else parameter(p) for k, p in old._parameters.items()}
         new.__dict__["_buffers"] = {k: None if b is None else changed(b.clone()) for k, b in old._buffers.items()}
         new.__dict__["_modules"] = {k: None if m is None else copied(m) for k, m in old._modules.items()}
+        for name, value in old.__dict__.items():
+            if isinstance(value, nn.Module) and id(value) in modules:  # held beside the children, and one of them
+                new.__dict__[name] = modules[id(value)]
         return new
 
     return copied(module)
