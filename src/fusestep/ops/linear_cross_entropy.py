@@ -349,7 +349,7 @@ def linear_cross_entropy(
             except for reduction="none", which needs the second.
         accumulate_dtype: what the weight's gradient is summed in over chunks of tokens, with gradients in the forward:
             torch.float32, or torch.bfloat16 to save 2 bytes for each of its elements where products are in bf16: it is
-            rounded once more for each chunk, by at most 2⁻⁸ of an element's sum so far.
+            rounded once more for each chunk, by at most 2⁻⁹ of an element's sum so far.
         chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or as many as the
             weight has if that is more.
 
