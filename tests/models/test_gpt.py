@@ -108,6 +108,22 @@ def test_forms_agree_in_logits_and_gradients(other: Form, norm: str | None, devi
 
 
 @pytest.mark.parametrize("tied_head", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_and_its_gradients_are_those_of_the_logits(form: Form, tied_head: bool, device: torch.device) -> None:
+    model = perturb(build(form, tied_head=tied_head)).to(device).double()
+    tokens, targets = some_tokens().to(device), some_tokens().to(device)
+    targets[0, :2] = -100
+    for reduction in ("mean", "sum", "none"):
+        wanted = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction=reduction)
+        found = model.loss(tokens, targets, reduction=reduction)
+        torch.testing.assert_close(found, wanted.view(found.shape))
+        parameters = list(model.parameters())
+        theirs = torch.autograd.grad(wanted.sum(), parameters)
+        for ours, other in zip(torch.autograd.grad(found.sum(), parameters), theirs, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
 def test_all_forms_have_the_same_state_dict(tied_head: bool) -> None:
     block = [
         "self_attention.layernorm_qkv.layer_norm_weight",

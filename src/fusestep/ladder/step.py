@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class Step:
         self.optimizer: torch.optim.Optimizer = {"torch": torch.optim.AdamW, "fused": FusedAdam}[recipe.optimizer](
             self.model.parameters(), lr=recipe.lr, weight_decay=0.01
         )
-        self._loss = {"torch": _loss_of_logits, "fused": GPT.loss}[recipe.loss]
+        self._loss: Callable[..., torch.Tensor] = GPT.loss if recipe.loss == "fused" else _loss_of_logits
         self.graphed = (
             TrainStep(self.model, self._loss, self.optimizer, autocast=self._autocast, fp8_recipe=self._fp8)
             if recipe.graph

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops import linear_cross_entropy_passes as passes
 from fusestep.ops.cross_entropy import (
     FLOATING,
     Reduction,
@@ -36,11 +35,20 @@ from fusestep.ops.cross_entropy import (
     refuse_second,
 )
 from fusestep.ops.cross_entropy_kernel import compilations
-from fusestep.ops.cross_entropy_rows import OPTIONS_SCHEMA, Options, statistics_dtype, uses_triton
+from fusestep.ops.cross_entropy_rows import Options, statistics_dtype, uses_triton
 from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.linear_cross_entropy_ops import (
+    linear_cross_entropy_gradients,
+    linear_cross_entropy_losses,
+    linear_cross_entropy_recomputed,
+    run_gradients,
+    run_losses,
+    run_recomputed,
+)
+from fusestep.ops.linear_cross_entropy_passes import FP16_FACTOR, OP
+from fusestep.ops.registry import Op, Proof, catalogue, is_plain, relative_error
 
-WHO = passes.OP
+WHO = OP
 Gradients = Literal["auto", "forward", "recompute"]
 
 
@@ -71,168 +79,6 @@ def linear_cross_entropy_reference(
 ) -> Tensor:
     """The loss of each token in plain PyTorch, through all logits; x (tokens, width)."""
     return cross_entropy_reference(torch.nn.functional.linear(x, weight, bias), target, token_weights, options)
-
-
-def run_losses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    token_weights: Tensor | None,
-    dtype: torch.dtype,
-    chunk: int,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    """(losses, lse) of operands that are cast to `dtype`; chunk 0 is the rule's."""
-    chunk = chunk or passes.chunk_of(*x.shape, weight.shape[0], dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return passes.losses_pass(*_cast(x, weight, bias, dtype), target, token_weights, Options(*options), chunk)
-
-
-def run_gradients(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    token_weights: Tensor | None,
-    upstream: Tensor,
-    dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-    x_wanted: bool,
-    weight_wanted: bool,
-    bias_wanted: bool,
-    chunk: int,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(losses, dx, dweight, dbias) of operands that are cast to `dtype`; empty for a gradient that is not wanted."""
-    chunk = chunk or passes.chunk_of(*x.shape, weight.shape[0], dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        losses, *gradients = passes.gradients_pass(
-            *_cast(x, weight, bias, dtype),
-            target,
-            token_weights,
-            upstream,
-            Options(*options),
-            chunk,
-            sum_dtype,
-            (x_wanted, weight_wanted, bias_wanted),
-        )
-    dx, dweight, dbias = (losses.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return losses, dx, dweight, dbias
-
-
-def run_recomputed(
-    dlosses: Tensor,
-    lse: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    token_weights: Tensor | None,
-    dtype: torch.dtype,
-    x_wanted: bool,
-    weight_wanted: bool,
-    bias_wanted: bool,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) in the dtypes of x, weight and bias; empty for a gradient that is not wanted."""
-    columns = passes.slice_of(x.shape[0], weight.shape[0], dtype)
-    # A product is written in its operands' dtype, or in a wider one.
-    weight_dtype = dtype if weight.dtype.itemsize <= dtype.itemsize else statistics_dtype(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        dx, dweight, dbias = passes.recomputing_pass(
-            *_cast(x, weight, bias, dtype),
-            target,
-            token_weights,
-            dlosses,
-            lse,
-            Options(*options),
-            columns,
-            weight_dtype,
-            (x_wanted, weight_wanted, bias_wanted),
-        )
-    return (
-        lse.new_empty(0) if dx is None else dx.to(x.dtype),
-        lse.new_empty(0) if dweight is None else dweight.to(weight.dtype),
-        lse.new_empty(0) if dbias is None or bias is None else dbias.to(bias.dtype),
-    )
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    return (
-        passes.contiguous_rows(x.to(dtype)),
-        passes.contiguous_rows(weight.to(dtype)),
-        None if bias is None else bias.to(dtype),
-    )
-
-
-def _losses_fake(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    losses = x.new_empty(x.shape[0], dtype=statistics_dtype(rest[1]))
-    return losses, torch.empty_like(losses)
-
-
-def _gradients_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,  # noqa: ARG001
-    target: Tensor,  # noqa: ARG001
-    token_weights: Tensor | None,  # noqa: ARG001
-    upstream: Tensor,
-    dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-    x_wanted: bool,
-    weight_wanted: bool,
-    bias_wanted: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        upstream.new_empty(x.shape[0]),
-        x.new_empty(x.shape, dtype=passes.input_gradient_dtype(dtype)) if x_wanted else upstream.new_empty(0),
-        x.new_empty(weight.shape, dtype=sum_dtype) if weight_wanted else upstream.new_empty(0),
-        upstream.new_empty(weight.shape[0]) if bias_wanted else upstream.new_empty(0),
-    )
-
-
-def _recomputed_fake(
-    dlosses: Tensor,  # noqa: ARG001
-    lse: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,  # noqa: ARG001
-    token_weights: Tensor | None,  # noqa: ARG001
-    dtype: torch.dtype,  # noqa: ARG001
-    x_wanted: bool,
-    weight_wanted: bool,
-    bias_wanted: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape) if x_wanted else lse.new_empty(0),
-        weight.new_empty(weight.shape) if weight_wanted else lse.new_empty(0),
-        bias.new_empty(bias.shape) if bias_wanted and bias is not None else lse.new_empty(0),
-    )
-
-
-_OPERANDS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights"
-_WANTED = "bool x_wanted, bool weight_wanted, bool bias_wanted"
-linear_cross_entropy_losses = define(
-    f"linear_cross_entropy_losses({_OPERANDS}, ScalarType dtype, int chunk, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
-    run_losses,
-    _losses_fake,
-)
-linear_cross_entropy_gradients = define(
-    f"linear_cross_entropy_gradients({_OPERANDS}, Tensor upstream, ScalarType dtype, ScalarType sum_dtype, {_WANTED}, "
-    f"int chunk, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    run_gradients,
-    _gradients_fake,
-)
-linear_cross_entropy_recomputed = define(
-    f"linear_cross_entropy_recomputed(Tensor dlosses, Tensor lse, {_OPERANDS}, ScalarType dtype, {_WANTED}, "
-    f"{OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    run_recomputed,
-    _recomputed_fake,
-)
 
 
 class _Recomputing(torch.autograd.Function):
@@ -282,7 +128,7 @@ class _InForward(torch.autograd.Function):
         upstream: Tensor,
         call: _Call,
     ) -> Tensor:
-        run = run_gradients if call.plain else linear_cross_entropy_gradients
+        run: Any = run_gradients if call.plain else linear_cross_entropy_gradients
         within = upstream if call.factor == 1.0 else upstream * call.factor
         losses, dx, dweight, dbias = run(
             *(x, weight, bias, target, token_weights, within),
@@ -381,7 +227,7 @@ def linear_cross_entropy(
         plain = not compiling and is_plain(rows)
         factor = 1.0
         if dtype is torch.float16:  # where a gradient over many tokens would vanish before a loss scale could save it
-            factor = passes.FP16_FACTOR * (max(rows.shape[0], 1) if reduction == "mean" else 1)
+            factor = FP16_FACTOR * (max(rows.shape[0], 1) if reduction == "mean" else 1)
         call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, factor, plain)
         if reduction != "none" and gradients != "recompute" and any(wanted):
             if reduction == "mean":
@@ -469,7 +315,7 @@ def prove(device: torch.device) -> list[Proof]:
         for gradients in ("forward", "recompute"):
             loss = linear_cross_entropy(
                 *(x, weight, target, bias),
-                **{**options._asdict(), "gradients": gradients, "chunk_tokens": 4},  # type: ignore[arg-type]
+                **{**options._asdict(), "gradients": gradients, "chunk_tokens": 4},
             )
             found = torch.autograd.grad(loss, leaves)
             errors = [relative_error(a, b) for a, b in zip(found, true_gradients, strict=True)]

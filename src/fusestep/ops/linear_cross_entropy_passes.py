@@ -44,7 +44,7 @@ def input_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def chunk_of(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> int:
+def chunk_of(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> int:
     """Tokens a chunk: its logits take CHUNK_BYTES, or where that is more, as much as the weight; chunks are even.
 
     So the weight's gradient, which is read and written once for each chunk, is not passed over too often.
