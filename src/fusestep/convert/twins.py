@@ -136,6 +136,10 @@ def materialised(tensor: Tensor) -> Tensor:
     return (torch.randn(tensor.shape, device="cpu") * spread).to(tensor.dtype)
 
 
+#: Attributes that number layers, by which those that are alike differ all the same.
+_NUMBERS = frozenset(("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"))
+
+
 def signature(module: nn.Module) -> tuple[Any, ...]:
     """All that the result of a trial depends on where the weights' values are not known."""
     plain = (bool, int, float, str, torch.dtype, type(None))
@@ -144,7 +148,7 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
             name,
             type(one),
             tuple((k, None if p is None else (p.shape, p.dtype, p.requires_grad)) for k, p in one._parameters.items()),
-            tuple((k, v) for k, v in one.__dict__.items() if isinstance(v, plain)),
+            tuple((k, v) for k, v in one.__dict__.items() if isinstance(v, plain) and k not in _NUMBERS),
         )
         for name, one in module.named_modules(remove_duplicate=False)
     )
