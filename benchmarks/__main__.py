@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks import timing
 from fusestep import hardware
 
-PARTS = ("adam", "norms", "fp8", "learning")
+PARTS = ("adam", "norms", "fp8", "loss", "learning")
 TEXT_COLUMNS = ("norm", "implementation", "recipe")
 
 
