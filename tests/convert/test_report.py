@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import convert
-from fusestep.convert import Pattern, Probe, Trial, register, unregister
+from fusestep.convert import Pattern, Probe, Stage, Trial, register, unregister
 from fusestep.errors import UserError
+from fusestep.fp8 import Float8CurrentScaling
 from fusestep.grouping import grouped
 
 
@@ -138,6 +140,44 @@ def test_patterns_of_the_users_own_go_before_ours(registered: Any) -> None:
     norm = nn.LayerNorm(5)
     assert convert(norm).rows[0].reason == "doubling at once"
     assert isinstance(norm, Mine)
+
+
+class Counting(nn.Module):
+    """Counts the calls of whatever it becomes a part of."""
+
+    calls: list[int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(1)
+        return super().forward(*args, **kwargs)
+
+
+def test_kinds_stand_on_each_other_and_are_taken_back_in_turn(registered: Any) -> None:
+    calls: list[int] = []
+    registered(
+        pattern(
+            becomes=Counting,
+            matches=lambda module: isinstance(module, nn.Linear),
+            inputs=lambda module, probe: [((probe.randn(32, module.in_features),), {})],
+            attributes=lambda module: {"calls": calls},
+            stage=Stage.BLOCK,
+        )
+    )
+    model = nn.Sequential(nn.Linear(16, 16))
+    before = set(model[0].__dict__)
+    report = convert(model, fp8=Float8CurrentScaling())
+    assert [row.became for row in report.rows] == ["FP8Forward", "FP8Linear", "FusedFP8Linear"]
+    calls.clear()
+    x = torch.randn(3, 16)
+    wanted = model(x)
+    assert len(calls) == 1
+    model[0].reset_parameters()
+    twice = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twice(x), model(x))
+    assert not torch.equal(model(x), wanted)
+    report.undo()
+    assert type(model[0]) is nn.Linear
+    assert set(model[0].__dict__) == before
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fusestep.convert.agreement import Probe, Trial
-    from fusestep.convert.patterns import Pattern, register, unregister
+    from fusestep.convert.patterns import Pattern, Stage, register, unregister
     from fusestep.convert.report import Report, Row
     from fusestep.fp8.recipes import Recipe
 
-__all__ = ["Pattern", "Probe", "Report", "Row", "Trial", "convert", "register", "unregister"]
+__all__ = ["Pattern", "Probe", "Report", "Row", "Stage", "Trial", "convert", "register", "unregister"]
 
 _MODULES = {
     "Pattern": "patterns",
     "Probe": "agreement",
     "Report": "report",
     "Row": "report",
+    "Stage": "patterns",
     "Trial": "agreement",
     "register": "patterns",
     "unregister": "patterns",

@@ -45,9 +45,9 @@ class FP8Linear(Linear, Kind):
 
     def reset_parameters(self) -> None:
         """As the old class has it; scales are forgotten."""
-        reset = getattr(type(self)._original, "reset_parameters", None)  # type: ignore[attr-defined]
+        reset = getattr(super(FP8Module, self), "reset_parameters", None)  # that of the old class, if it has one
         if reset is not None:
-            reset(self)
+            reset()
         self._reset_fp8()
 
     def _released(self) -> None:
@@ -71,7 +71,7 @@ class FP8Conv1D(FP8Linear):
     def _in_high_precision(self, x: Tensor, region: Region | None) -> Tensor:
         self._calibrate(region, INPUT, x)
         self._calibrate(region, WEIGHT, self._parameter("weight"))
-        y: Tensor = type(self)._original.forward(self, x)  # type: ignore[attr-defined]
+        y: Tensor = super(FP8Module, self).forward(x)  # that of the old class
         self._calibrate_gradient(region, GRADIENT, y)
         return y
 
