@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,3 +56,12 @@ def test_a_tied_head_shares_its_embedding(device: torch.device) -> None:
 def test_errors_are_those_of_the_function() -> None:
     with pytest.raises(UserError, match="label_smoothing is 3"):
         LinearCrossEntropy(4, 5, label_smoothing=3)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "loss.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, torch.Tensor] = {}
+    exec(compile(snippet, str(page), "exec"), names)
+    assert names["logits"].shape == (2, 1000)
+    assert names["x"].grad is not None

@@ -225,7 +225,7 @@ def add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         # A few rows at a time, so that the products take little memory.
-        rows = max(CHUNK_MULTIPLE, total.shape[0] // 16)
+        rows = max(CHUNK_MULTIPLE, total.shape[0] // 32)
         for start in range(0, total.shape[0], rows):
             part = slice(start, start + rows)
             total[part] += torch.mm(a[part], b, out_dtype=total.dtype)
