@@ -50,7 +50,8 @@ def check_contents(wheel: Path) -> None:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if re.fullmatch(r"[^/]+/METADATA", name))).decode()
     # Among the sources are the metadata of the shims, by which pip takes apex and transformer_engine for installed.
-    files = [path for pattern in ("*.py", "shims/*.dist-info/*") for path in (ROOT / "src").rglob(pattern)]
+    patterns = ("*.py", "templates/*", "shims/*.dist-info/*")
+    files = [path for pattern in patterns for path in (ROOT / "src").rglob(pattern)]
     sources = {str(path.relative_to(ROOT / "src")) for path in files} | {"fusestep/py.typed"}
     packed = {name for name in names if ".dist-info/" not in name or "/shims/" in name}
     expect(packed == sources, f"the wheel and src/ differ in {sorted(packed ^ sources)}")

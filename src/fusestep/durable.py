@@ -46,13 +46,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_together(texts: Mapping[Path, str]) -> None:
+def write_together(texts: Mapping[Path, str | bytes]) -> None:
     """Write small files of one folder: all are complete before the first gets its name, in the order given."""
     temporaries = {path: _temporary(path) for path in texts}
     try:
         for path, temporary in temporaries.items():
             with _synced(temporary) as file:
-                file.write(texts[path].encode())
+                content = texts[path]
+                file.write(content.encode() if isinstance(content, str) else content)
         for path, temporary in temporaries.items():
             temporary.replace(path)
         sync_folder(next(iter(texts)).parent)

@@ -6,14 +6,16 @@ import io
 import json
 import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from fusestep.errors import UserError
-from fusestep.ladder import Ladder, report
+from fusestep.ladder import Ladder, report, table
 from fusestep.ladder.gate import Verdict
 from fusestep.ladder.memory import Peak
 from fusestep.ladder.results import Comparison, Round, RungResult
@@ -47,6 +49,7 @@ def ladder_of(*rungs: RungResult) -> Ladder:
         "tokens_per_step": 1024,
         "rounds": 3,
         "steps": 24,
+        "gate_steps": 40,
         "data": "synthetic",
     }
     environment = {"gpu": None, "cpu": "a CPU", "threads": 2, "torch": "2.11.0", "triton": None, "driver": None}
@@ -63,7 +66,7 @@ LADDER = ladder_of(rung_result(0, 10.0, "torch"), rung_result(1, 9.0, "torch", R
 def shown(ladder: Ladder, width: int = 160) -> str:
     """What a terminal of that width shows, without its colours."""
     text = io.StringIO()
-    report.show(ladder, Console(file=text, width=width, force_terminal=True, color_system=None))
+    table.show(ladder, Console(file=text, width=width, force_terminal=True, color_system=None))
     return text.getvalue()
 
 
@@ -119,26 +122,26 @@ def test_csv_has_a_row_a_rung() -> None:
     assert int(rows[1]["peak_bytes"]) == 300 * 2**20
 
 
-def test_saving_makes_the_folder_and_leaves_only_the_two_files(tmp_path: Path) -> None:
+def test_saving_makes_the_folder_and_leaves_only_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "ladder"
-    report.save(LADDER, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["ladder.csv", "ladder.json"]
+    assert report.save(LADDER, folder) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["ladder.csv", "ladder.html", "ladder.json", "ladder.png"]
     assert json.loads((folder / "ladder.json").read_text())["schema"] == report.SCHEMA
 
 
-@pytest.mark.parametrize("held", ["ladder.json", "ladder.csv"])
+@pytest.mark.parametrize("held", ["ladder.json", "ladder.csv", "ladder.html", "ladder.png"])
 def test_a_folder_that_holds_a_ladder_is_left_alone(tmp_path: Path, held: str) -> None:
     (tmp_path / held).write_text("precious")
-    for attempt in (lambda: report.check_folder(tmp_path), lambda: report.save(LADDER, tmp_path)):
-        with pytest.raises(UserError, match="already holds a ladder"):
-            attempt()
+    with pytest.raises(UserError, match="already holds a ladder"):
+        report.check_folder(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_a_folder_that_holds_something_else_is_used(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     report.save(LADDER, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ladder.csv", "ladder.json", "notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "ladder.json").exists()
 
 
 def test_a_file_or_a_path_below_one_is_no_folder(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_a_file_or_a_path_below_one_is_no_folder(tmp_path: Path) -> None:
         report.check_folder(tmp_path / "file" / "below")
 
 
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     calls = 0
     real = os.fsync
@@ -170,3 +173,57 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_an_interval_that_is_not_there_is_not_printed() -> None:
     one = Comparison("adam", Gain(1.5, None, None, 1), "none", "one round shows no spread")
     assert "1.50× no claim" in shown(ladder_of(rung_result(0, 10.0, "torch"), rung_result(1, 9.0, "triton", one)))
+
+
+def test_the_verdict_is_first_in_the_table_and_in_every_file() -> None:
+    said = "On a CPU, 2 threads, no rung is shown to train this model faster than adam"
+    text = shown(LADDER, width=200)
+    assert text.index(said) < text.index("cannot tell: fused-adam, 1.10×") < text.index("step ms")
+    plain = report.as_dict(LADDER)
+    assert list(plain)[:2] == ["schema", "verdict"]
+    assert plain["verdict"]["headline"].startswith(said)
+    assert plain["verdict"]["cannot_tell"] == ["fused-adam"]
+    assert plain["verdict"]["switch_on"] == []
+    assert [found["decision"] for found in plain["verdict"]["findings"]] == ["cannot tell"]
+    rows = list(csv.DictReader(io.StringIO(report.as_csv(LADDER))))
+    assert list(rows[0])[:3] == ["name", "decision", "why"]
+    assert rows[1]["decision"] == "cannot tell"
+    assert "was measured, but the fused part adam ran as its reference" in rows[1]["why"]
+
+
+def test_rates_stand_beside_their_ceilings_on_a_gpu(make_ladder: Any, made: Any) -> None:
+    ladder = make_ladder({"adam": made((40.0, 40.0, 40.0)), "amp": made((10.0, 10.0, 10.0))})
+    rung = report.as_dict(ladder)["rungs"][1]
+    assert rung["flops_per_s"] == pytest.approx(1e12 / 0.010)
+    assert rung["of_product_ceiling"] == pytest.approx(1e14 / 7e14)
+    assert rung["bytes_per_s"] == pytest.approx(1e10 / 0.010)
+    assert rung["of_copy_ceiling"] == pytest.approx(1e12 / 4e12)
+    text = shown(ladder, width=80)
+    assert "14% of 700" in text
+    assert "25% of 4,000" in text
+    assert "FLOPs a token" in text
+    assert "TFLOP/s" not in shown(LADDER)
+
+
+@pytest.mark.parametrize(
+    ("absent", "sentence", "left"),
+    [
+        (["jinja2"], "ladder.html is left out, since jinja2 is not installed; ", ["ladder.png"]),
+        (["matplotlib"], "ladder.png is left out, since matplotlib is not installed; ", ["ladder.html"]),
+        (["jinja2", "matplotlib"], "ladder.html and ladder.png are left out, since jinja2 and matplotlib are not ", []),
+    ],
+)
+def test_what_an_extra_would_draw_is_left_out_in_one_sentence_and_drawn_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: list[str], sentence: str, left: list[str]
+) -> None:
+    with monkeypatch.context() as without:
+        for name in absent:
+            without.setitem(sys.modules, name, None)
+        (said,) = report.save(LADDER, tmp_path)
+    assert said.startswith(sentence)
+    assert "pip install 'fusestep[report]'" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["ladder.csv", "ladder.json", *left])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert report.complete(json.loads((tmp_path / "ladder.json").read_text()), tmp_path) == []
+    assert {"ladder.html", "ladder.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert all((tmp_path / name).read_bytes() == content for name, content in before.items())

@@ -13,8 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
-from fusestep.ladder import LadderConfig, ladder, report
+from fusestep.ladder import Ladder, LadderConfig, journal, ladder, report
+from fusestep.ladder.plan import plan
 from fusestep.ladder.run import Progress as Report
+from fusestep.ladder.table import show
 
 #: A table in a pipe is as wide as it needs to be, not as a terminal that is not there.
 _PIPE_WIDTH = 180
@@ -27,7 +29,7 @@ def command(
     rungs: Annotated[
         str,
         typer.Option(
-            help="Which rungs: names, numbers and ranges, as in adam,amp or 1-7; auto is all, without fp8 where it "
+            help="Which rungs: names, numbers and ranges, as in adam,amp or 1-8; auto is all, without fp8 where it "
             "would be emulated and graph where there is no GPU."
         ),
     ] = "auto",
@@ -52,7 +54,13 @@ def command(
     fp8_stats: Annotated[
         bool, typer.Option("--fp8-stats", help="Count what the rung fp8 saturates during its gate; shows the worst.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The folder for ladder.json and ladder.csv.")] = Path("ladder"),
+    out: Annotated[
+        Path, typer.Option(help="The folder for ladder.json, ladder.csv, ladder.html and ladder.png.")
+    ] = Path("ladder"),
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on in --out with a ladder that was cut off."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print ladder.json instead of the table.")] = False,
 ) -> None:
     """Measure what each speed-up buys, rung by rung.
@@ -78,25 +86,54 @@ def command(
         amax_history=amax_history,
         fp8_stats=fp8_stats,
     )
-    report.check_folder(out)
-    errors = Console(stderr=True)
-    if errors.is_terminal:
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True
-        ) as bar:
-            task = bar.add_task("", total=1.0)
-            measured = ladder(config, progress=lambda share, text: bar.update(task, completed=share, description=text))
-    else:
-        measured = ladder(config, progress=_lines())
+    report.check_folder(out, resume=resume)
+    kept = report.finished(out, plan(config)) if resume else None
+    if kept is not None:
+        left_out = report.complete(kept, out)
+        typer.echo(json.dumps(kept, indent=1) if as_json else kept["verdict"]["headline"])
+        _say_where(out, left_out, f"the ladder in {out} is finished, so nothing was measured;", err=as_json)
+        return
+    try:
+        measured = _measure(config, out, resume)
+    except KeyboardInterrupt:
+        if (out / journal.FILE).exists():
+            typer.echo(
+                f"{out / journal.FILE} keeps what is measured; the same command with --resume goes on.", err=True
+            )
+        raise
     if as_json:
         typer.echo(json.dumps(report.as_dict(measured), indent=1, allow_nan=False))
     else:
         console = Console()
-        report.show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH))
-    report.save(measured, out)
-    typer.echo(f"kept in {out / report.JSON} and {out / report.CSV}", err=as_json)
+        show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+    _say_where(out, report.save(measured, out), "", err=as_json)
     if all(result.failure is not None for result in measured.rungs):
         raise typer.Exit(1)
+
+
+def _measure(config: LadderConfig, out: Path, resume: bool) -> Ladder:
+    """Run the ladder, with a bar in a terminal and plain lines in a pipe."""
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        return ladder(config, progress=_lines(), folder=out, resume=resume)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=errors, transient=True
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        return ladder(
+            config,
+            progress=lambda share, text: bar.update(task, completed=share, description=text),
+            folder=out,
+            resume=resume,
+        )
+
+
+def _say_where(out: Path, left_out: list[str], before: str, *, err: bool) -> None:
+    """Say which files there are, and which are left out."""
+    files = [str(out / name) for name in (report.JSON, report.CSV, report.HTML, report.PNG) if (out / name).exists()]
+    typer.echo(f"{before} kept in {', '.join(files)}".strip(), err=err)
+    for sentence in left_out:
+        typer.echo(sentence, err=err)
 
 
 def _lines() -> Report:

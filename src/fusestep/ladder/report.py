@@ -1,84 +1,159 @@
-"""Write a ladder down: a table to read, ladder.json with every raw sample, ladder.csv with a row a rung."""
+"""Write a ladder down: ladder.json with every raw sample, ladder.csv with a row a rung, a page and pictures of it."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusestep import durable
 from fusestep.errors import UserError
+from fusestep.ladder import journal, verdict
+from fusestep.ladder.plan import Plan
 from fusestep.ladder.results import Comparison, Ladder, RungResult
-from fusestep.ladder.statistics import CONFIDENCE
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from fusestep.ladder.words import model, place, remarks_of, runs_as
 
 #: Of ladder.json; raised whenever a reader of the old form would misread the new one.
 SCHEMA = 1
 
-JSON, CSV = "ladder.json", "ladder.csv"
+JSON, CSV, HTML, PNG = "ladder.json", "ladder.csv", "ladder.html", "ladder.png"
+
+#: What the extra `report` brings: the file, the package that it is made with, the module that makes it.
+_DRAWN = ((HTML, "jinja2", "fusestep.ladder.page"), (PNG, "matplotlib", "fusestep.ladder.plots"))
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, resume: bool = False) -> None:
     """Find out before anything runs whether a ladder can be kept in `folder`.
 
-    Raises: UserError where it already holds one, is no folder, or cannot be written to.
+    Raises: UserError where it already holds one and is not to go on, is no folder, or cannot be written to.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder.")
-    for name in (JSON, CSV):
-        if (folder / name).exists():
-            raise UserError(f"--out {folder} already holds a ladder ({name}); name another folder, or remove that one.")
     obstacle = durable.obstacle(folder)
     if obstacle is not None:
         raise UserError(f"--out {folder} cannot be made: {obstacle} is not a folder that you may write to.")
+    if resume:
+        return
+    for name in (JSON, CSV, HTML, PNG):
+        if (folder / name).exists():
+            raise UserError(f"--out {folder} already holds a ladder ({name}); name another folder, or remove that one.")
+    if (folder / journal.FILE).exists():
+        raise UserError(
+            f"--out {folder} holds a ladder that was cut off; go on with it by --resume, name another folder, or "
+            f"remove {folder / journal.FILE}."
+        )
 
 
-def save(ladder: Ladder, folder: Path) -> None:
-    """Write ladder.json and ladder.csv into `folder`, made where it is missing: both whole, or neither.
+def save(ladder: Ladder, folder: Path) -> list[str]:
+    """Write the files into `folder`, made where it is missing: all of them whole, or none.
 
+    Returns: a sentence for each file that is left out, since the package that draws it is not installed.
     Raises: UserError as `check_folder`; OSError when the disk is full or fails, with nothing left behind.
     """
-    check_folder(folder)
+    check_folder(folder, resume=True)
+    plain = as_dict(ladder)
+    drawn, left_out = _drawn(plain, (HTML, PNG))
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    # ladder.json comes last, so that where it is the other one is too.
-    text = json.dumps(as_dict(ladder), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
     try:
-        durable.write_together({folder / CSV: as_csv(ladder), folder / JSON: text})
+        # ladder.json comes last, so that where it is the others are too.
+        durable.write_together(
+            {folder / CSV: as_csv(ladder), **{folder / name: file for name, file in drawn.items()}, folder / JSON: text}
+        )
     finally:
         if made and not (folder / JSON).exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()
+    (folder / journal.FILE).unlink(missing_ok=True)
+    return left_out
+
+
+def finished(folder: Path, plan: Plan) -> dict[str, Any] | None:
+    """The ladder.json of a folder whose ladder is finished; None where it is not.
+
+    Raises: UserError where that ladder was planned otherwise, or where the file is none of ours.
+    """
+    if not (folder / JSON).exists():
+        return None
+    kept = journal.read(folder / JSON, SCHEMA)
+    journal.check_plan(folder, kept, plan.as_dict())
+    if "verdict" not in kept:
+        raise UserError(f"--out {folder} holds a finished ladder of an older fusestep; name another folder.")
+    return kept
+
+
+def complete(kept: Mapping[str, Any], folder: Path) -> list[str]:
+    """Draw what a finished ladder's folder lacks, as after an installation of the extra; returns as `save`."""
+    drawn, left_out = _drawn(kept, [name for name in (HTML, PNG) if not (folder / name).exists()])
+    if drawn:
+        durable.write_together({folder / name: file for name, file in drawn.items()})
+    (folder / journal.FILE).unlink(missing_ok=True)
+    return left_out
+
+
+def _drawn(plain: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, str | bytes], list[str]]:
+    """The files that the extra brings, and a sentence for those that cannot be made."""
+    drawn: dict[str, str | bytes] = {}
+    missing: dict[str, str] = {}
+    for name, package, module in _DRAWN:
+        if name not in names:
+            continue
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != package:
+                raise
+            missing[name] = package
+            continue
+        draw: Callable[[Mapping[str, Any]], str | bytes] = importlib.import_module(module).draw
+        drawn[name] = draw(plain)
+    if not missing:
+        return drawn, []
+    files, packages = (" and ".join(words) for words in (missing, missing.values()))
+    verb = "is" if len(missing) == 1 else "are"
+    return drawn, [
+        f"{files} {verb} left out, since {packages} {verb} not installed; run pip install 'fusestep[report]', then "
+        "this command again with --resume, which measures nothing anew."
+    ]
 
 
 def as_dict(ladder: Ladder) -> dict[str, Any]:
-    """Plain values, fit for JSON: the `schema`, the environment, what was asked, and every rung with its raw rounds.
+    """Plain values, fit for JSON: the `schema`, the verdict, the environment, the plan, every rung with its rounds.
 
     Times are in ms, memory in bytes; a number that is not finite is None.
     """
+    conclusion = verdict.conclude(ladder)
+    rows = _rows(ladder, conclusion)
     plain: dict[str, Any] = _finite(
         {
             "schema": SCHEMA,
+            "verdict": {
+                **asdict(conclusion),
+                **{name.replace(" ", "_"): conclusion.named(name) for name in verdict.DECISIONS},
+            },
+            "title": {"place": place(ladder), "model": model(ladder)},
             "environment": dict(ladder.environment),
             "plan": dict(ladder.plan),
+            "ceilings": None if ladder.ceilings is None else asdict(ladder.ceilings),
             "notes": list(ladder.notes),
-            "rungs": [_rung_as_dict(result) for result in ladder.rungs],
+            "remarks": remarks_of(ladder),
+            "rungs": [_rung_as_dict(result, row) for result, row in zip(ladder.rungs, rows, strict=True)],
         }
     )
     return plain
 
 
 def as_csv(ladder: Ladder) -> str:
-    """One row a rung, its figures without the raw rounds."""
-    rows = [_row(result) for result in ladder.rungs]
+    """One row a rung, with what the verdict says of it and its figures without the raw rounds."""
+    rows = _rows(ladder, verdict.conclude(ladder))
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].keys())
     writer.writeheader()
@@ -86,163 +161,19 @@ def as_csv(ladder: Ladder) -> str:
     return text.getvalue()
 
 
-def show(ladder: Ladder, console: Console) -> None:
-    """Print the table, what ran as what, and every remark that a reader needs to believe it."""
-    from rich.table import Table
-
-    plan, environment = ladder.plan, ladder.environment
-    on_gpu = environment["gpu"] is not None
-    place = environment["gpu"] or f"{environment['cpu']}, {_threads(ladder)}"
-    model = plan["model"]
-    console.print(
-        f"Ladder on {place} | torch {environment['torch']}, Triton {environment['triton'] or 'missing'}"
-        + (f", driver {environment['driver']}" if on_gpu else ""),
-        highlight=False,
-    )
-    console.print(
-        f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers × "
-        f"{model['width']} wide, context {model['context']}, vocabulary {model['vocab_size']}, "
-        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step) | "
-        f"{_counted(plan['rounds'], 'round')} of "
-        f"{plan['steps']} steps, data {plan['data']}",
-        highlight=False,
-    )
-    first = ladder.rungs[0].rung.name
-    # Two tables, so that each fits a narrow window.
-    costs, gains = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold") for _ in range(2))
-    costs.add_column("rung", no_wrap=True)
-    for title in ("step ms", "quartiles", "tokens/s", "peak", "first ms", *(("device ms",) if on_gpu else ())):
-        costs.add_column(title, justify="right", no_wrap=True)
-    for title in ("rung", f"over {first}", "over previous", "loss off by", "fused part runs as"):
-        gains.add_column(title, no_wrap=title == "rung")
+def _rows(ladder: Ladder, conclusion: verdict.Conclusion) -> list[dict[str, Any]]:
+    findings = {finding.rung: finding for finding in conclusion.findings}
+    rows = []
     for result in ladder.rungs:
-        costs.add_row(result.rung.name, *_costs(result, on_gpu=on_gpu))
-        gains.add_row(result.rung.name, *_gains(result))
-    for table in (costs, gains):
-        console.print()
-        console.print(table, highlight=False)
-    console.print()
-    for line in _remarks(ladder):
-        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
+        finding = findings.get(result.rung.name)
+        said = {"decision": finding and finding.decision, "why": finding and finding.why}
+        rows.append({"name": result.rung.name, **said, **_row(result, ladder)})
+    return rows
 
 
-def _threads(ladder: Ladder) -> str:
-    """How many threads the measured processes computed with."""
-    threads = next((r.threads for result in ladder.rungs for r in result.rounds), ladder.environment["threads"])
-    return _counted(threads, "thread")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _costs(result: RungResult, *, on_gpu: bool) -> list[str]:
-    step, speed, peak, first = result.step, result.tokens_per_second, result.peak, result.first_step
-    if step is None or speed is None or peak is None or first is None:
-        return ["did not run"]
-    return [
-        f"{step.median:.2f}",
-        f"{step.low:.2f}–{step.high:.2f}",
-        f"{speed:,.0f}",
-        "" if peak.headline is None else f"{peak.headline / 2**20:,.0f} MiB",
-        f"{first:,.0f}",
-        *([f"{result.device:.2f}"] if on_gpu and result.device is not None else []),
-    ]
-
-
-def _gains(result: RungResult) -> list[str]:
-    if result.failure is not None:
-        return ["did not run"]
-    verdict = result.verdict
-    return [
-        _gain_in_words(result.over_first),
-        _gain_in_words(result.over_previous),
-        "" if verdict is None else f"{verdict.deviation:.4%}" + ("" if verdict.passed else " (too far)"),
-        _runs_as(result),
-    ]
-
-
-def _gain_in_words(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return ""
-    if comparison.gain is None:
-        return "no claim"
-    gain = comparison.gain
-    interval = "" if gain.low is None else f" ({gain.low:.2f}–{gain.high:.2f})"
-    return f"{gain.ratio:.2f}×{interval}" + (" no claim" if comparison.claim == "none" else "")
-
-
-def _runs_as(result: RungResult) -> str:
-    if result.rung.fused is None:
-        return "torch's own"
-    part = result.served_by_reference([result.rung.fused])
-    if part is not None:
-        return "emulated" if part.implementation == "emulated" else "reference, not fused"
-    if result.rung.fused == "train_step":
-        return "one CUDA graph"
-    return "Triton kernel" if result.recipe.precision != "fp8" else "the device's FP8"
-
-
-def _remarks(ladder: Ladder) -> list[str]:
-    """Everything beside the figures: failures, missing claims, losses and their cause, the method."""
-    remarks: dict[str, list[str]] = {}
-
-    def remark(text: str, name: str) -> None:
-        names = remarks.setdefault(text, [])
-        if name not in names:
-            names.append(name)
-
-    for result in ladder.rungs:
-        name = result.rung.name
-        if result.failure is not None:
-            remark(f"did not run: {result.failure}", name)
-            continue
-        for comparison in (result.over_first, result.over_previous):
-            if comparison is None:
-                continue
-            if comparison.claim == "none":
-                remark(f"no speed-up is claimed: {comparison.reason}", name)
-            elif comparison.claim == "slower" and comparison.gain is not None:
-                remark(
-                    f"slower than {comparison.over}, {comparison.gain.ratio:.2f}×; likely because {comparison.reason}",
-                    name,
-                )
-            elif comparison.claim == "no difference":
-                why = f"; {comparison.reason}, so raise --rounds on a machine that is otherwise idle"
-                remark(
-                    f"no difference from {comparison.over} that these rounds can tell"
-                    + (why if comparison.reason else ""),
-                    name,
-                )
-        if result.saturation is not None:
-            worst = result.saturation
-            remark(
-                f"of the elements of {worst['module']}'s {worst['tensor']}, the worst of {worst['tensors']} tensors, "
-                f"{worst['saturated']:.4%} were saturated and {worst['flushed']:.4%} flushed to zero during the gate",
-                name,
-            )
-        if result.is_launch_bound:
-            remark(
-                f"launch-bound: the device is busy {result.device:.2f} ms of a step, the host queues it in "
-                f"{result.host:.2f} ms",
-                name,
-            )
-        if any(not r.timing.stable for r in result.rounds):
-            remark("still drifting when its warm-up had to end", name)
-    lines = [f"{', '.join(names)}: {text.rstrip('.')}." for text, names in remarks.items()]
-    lines += ladder.notes
-    baseline = next((r.optimizer for r in ladder.rungs[0].rounds), None)
-    lines.append(
-        (f"{ladder.rungs[0].rung.name} is {baseline}; " if baseline else "")
-        + "FP32 is full FP32, TF32 is off. × is times faster, with its "
-        f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step."
-    )
-    return lines
-
-
-def _rung_as_dict(result: RungResult) -> dict[str, Any]:
+def _rung_as_dict(result: RungResult, row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_row(result),
+        **row,
         "summary": result.rung.summary,
         "fused": result.rung.fused,
         "recipe": asdict(result.recipe),
@@ -261,11 +192,12 @@ def _comparison_as_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     return None if comparison is None else asdict(comparison)
 
 
-def _row(result: RungResult) -> dict[str, Any]:
+def _row(result: RungResult, ladder: Ladder) -> dict[str, Any]:
     """The figures of a rung, flat."""
     step, peak, verdict = result.step, result.peak, result.verdict
+    flops, moved, ceilings = result.flops_per_second, result.bytes_per_second, ladder.ceilings
+    product = None if ceilings is None else ceilings.products.get(result.recipe.precision)
     row: dict[str, Any] = {
-        "name": result.rung.name,
         "status": "failed" if result.failure is not None else "measured",
         "failure": result.failure,
         "step_ms": step and step.median,
@@ -279,7 +211,13 @@ def _row(result: RungResult) -> dict[str, Any]:
         "peak_bytes": peak and peak.headline,
         "peak_of": peak and ("GPU memory reserved" if peak.reserved is not None else "resident set"),
         "peak_allocated_bytes": peak and peak.allocated,
-        "runs_as": _runs_as(result) if result.rounds else None,
+        "flops_per_step": result.flops,
+        "flops_per_s": flops,
+        "of_product_ceiling": flops and product and flops / product,
+        "bytes_per_step": result.moved,
+        "bytes_per_s": moved,
+        "of_copy_ceiling": moved and ceilings and moved / ceilings.copy,
+        "runs_as": runs_as(result) if result.rounds else None,
         "loss": verdict and verdict.loss,
         "loss_deviation": verdict and verdict.deviation,
         "gate_passed": verdict and verdict.passed,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fusestep.ladder.ceilings import Ceilings
 from fusestep.ladder.gate import Verdict
 from fusestep.ladder.memory import Peak
 from fusestep.ladder.rungs import SERVED, Recipe, Rung
@@ -67,6 +68,7 @@ class RungResult:
     """All of one rung: its gate, its raw rounds (in order), its comparisons, or the sentence why it did not run.
 
     `saturation` is the worst tensor of an FP8 gate, where that was counted: as `Step.worst_saturation` gives it.
+    `flops` and `moved` are the FLOPs and bytes of a step by the formulas of `fusestep.ladder.work`, where known.
     """
 
     rung: Rung
@@ -80,6 +82,8 @@ class RungResult:
     over_first: Comparison | None = None
     over_previous: Comparison | None = None
     saturation: Mapping[str, Any] | None = None
+    flops: int | None = None
+    moved: int | None = None
 
     @property
     def step(self) -> Spread | None:
@@ -98,6 +102,16 @@ class RungResult:
     def tokens_per_second(self) -> float | None:
         """Tokens of a batch over the median time of a step."""
         return None if self.step is None else self.tokens / self.step.median * 1e3
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Model FLOPs of a step over its median time."""
+        return None if self.step is None or self.flops is None else self.flops / self.step.median * 1e3
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Model bytes of a step over its median time."""
+        return None if self.step is None or self.moved is None else self.moved / self.step.median * 1e3
 
     @property
     def first_step(self) -> float | None:
@@ -196,9 +210,13 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Ladder:
-    """A whole measurement: what was asked, where it ran, the rungs in order, and remarks for the reader."""
+    """A whole measurement: what was asked, where it ran, the rungs in order, and remarks for the reader.
+
+    `ceilings` is what the device reached in the same run; None on a CPU.
+    """
 
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
     rungs: tuple[RungResult, ...]
     notes: tuple[str, ...] = field(default=())
+    ceilings: Ceilings | None = None

@@ -24,6 +24,7 @@ import torch._dynamo  # torch.optim imports it in its first step, which would co
 
 from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation
+from fusestep.ladder import ceilings
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.step import Step, batches, parts_that_ran
@@ -46,13 +47,14 @@ FORKS = sys.platform.startswith("linux")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps.
+    """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps; or `ceilings`,
+    for which only the device matters.
 
     `model` holds the fields of a GPTConfig; `reverse` turns the samples of every batch around; `fp8_stats` counts what
     FP8 saturates while the gate runs, which costs time.
     """
 
-    task: Literal["gate", "time"]
+    task: Literal["gate", "time", "ceilings"]
     recipe: Recipe
     model: dict[str, Any]
     data: str
@@ -73,8 +75,10 @@ class Request:
 
 
 def perform(request: Request) -> dict[str, Any]:
-    """Run a request in this process; its losses, or what `Round` of `fusestep.ladder.results` reads."""
+    """Run a request in this process; its losses, what `Round` of `fusestep.ladder.results` reads, or `Ceilings`."""
     device = torch.device(request.device)
+    if request.task == "ceilings":
+        return asdict(ceilings.measure(device))
     peak = PeakOfSteps(device)
     config = GPTConfig(**request.model)
     stream = batches(

@@ -1,0 +1,114 @@
+"""What a reader is told of a ladder in words: gains, what ran as what, and every remark beside the figures."""
+
+from __future__ import annotations
+
+from fusestep.ladder.results import Comparison, Ladder, RungResult
+from fusestep.ladder.statistics import CONFIDENCE, Gain
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def place(ladder: Ladder) -> str:
+    """Where it was measured: the GPU, or the CPU and how many threads the measured processes computed with."""
+    environment = ladder.environment
+    if environment["gpu"] is not None:
+        return str(environment["gpu"])
+    threads = next((r.threads for result in ladder.rungs for r in result.rounds), environment["threads"])
+    return f"{environment['cpu']}, {counted(threads, 'thread')}"
+
+
+def model(ladder: Ladder) -> str:
+    """The model and what was fed to it."""
+    plan = ladder.plan
+    sizes = plan["model"]
+    return (
+        f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {sizes['layers']} layers × "
+        f"{sizes['width']} wide, context {sizes['context']}, vocabulary {sizes['vocab_size']}, "
+        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step)"
+    )
+
+
+def claim_in_words(comparison: Comparison | None) -> str:
+    """A gain and whether it is claimed, for a cell."""
+    if comparison is None:
+        return ""
+    if comparison.gain is None:
+        return "no claim"
+    return gain_in_words(comparison.gain) + (" no claim" if comparison.claim == "none" else "")
+
+
+def gain_in_words(gain: Gain) -> str:
+    """How many times faster, with the interval where there is one."""
+    interval = "" if gain.low is None else f" ({gain.low:.2f}–{gain.high:.2f})"
+    return f"{gain.ratio:.2f}×{interval}"
+
+
+def runs_as(result: RungResult) -> str:
+    """What the part that a rung is about ran as."""
+    if result.rung.fused is None:
+        return "torch's own"
+    part = result.served_by_reference([result.rung.fused])
+    if part is not None:
+        return "emulated" if part.implementation == "emulated" else "reference, not fused"
+    if result.rung.fused == "train_step":
+        return "one CUDA graph"
+    return "Triton kernel" if result.recipe.precision != "fp8" else "the device's FP8"
+
+
+def remarks_of(ladder: Ladder) -> list[str]:
+    """Everything beside the figures: failures, missing claims, losses and their cause, the method."""
+    remarks: dict[str, list[str]] = {}
+
+    def remark(text: str, name: str) -> None:
+        names = remarks.setdefault(text, [])
+        if name not in names:
+            names.append(name)
+
+    for result in ladder.rungs:
+        name = result.rung.name
+        if result.failure is not None:
+            remark(f"did not run: {result.failure}", name)
+            continue
+        for comparison in (result.over_first, result.over_previous):
+            if comparison is None:
+                continue
+            if comparison.claim == "none":
+                remark(f"no speed-up is claimed: {comparison.reason}", name)
+            elif comparison.claim == "slower" and comparison.gain is not None:
+                remark(
+                    f"slower than {comparison.over}, {comparison.gain.ratio:.2f}×; likely because {comparison.reason}",
+                    name,
+                )
+            elif comparison.claim == "no difference":
+                why = f"; {comparison.reason}, so raise --rounds on a machine that is otherwise idle"
+                remark(
+                    f"no difference from {comparison.over} that these rounds can tell"
+                    + (why if comparison.reason else ""),
+                    name,
+                )
+        if result.saturation is not None:
+            worst = result.saturation
+            remark(
+                f"of the elements of {worst['module']}'s {worst['tensor']}, the worst of {worst['tensors']} tensors, "
+                f"{worst['saturated']:.4%} were saturated and {worst['flushed']:.4%} flushed to zero during the gate",
+                name,
+            )
+        if result.is_launch_bound:
+            remark(
+                f"launch-bound: the device is busy {result.device:.2f} ms of a step, the host queues it in "
+                f"{result.host:.2f} ms",
+                name,
+            )
+        if any(not r.timing.stable for r in result.rounds):
+            remark("still drifting when its warm-up had to end", name)
+    lines = [f"{', '.join(names)}: {text.rstrip('.')}." for text, names in remarks.items()]
+    lines += ladder.notes
+    baseline = next((r.optimizer for r in ladder.rungs[0].rounds), None)
+    lines.append(
+        (f"{ladder.rungs[0].rung.name} is {baseline}; " if baseline else "")
+        + "FP32 is full FP32, TF32 is off. × is times faster, with its "
+        f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step."
+    )
+    return lines

@@ -1,0 +1,219 @@
+"""ladder.html as a browser shows it, and ladder.png."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusestep.ladder import Ladder, page, plots, report
+from fusestep.ladder.charts import relative_to_first, ticks
+
+Make = Callable[..., Ladder]
+
+
+@pytest.fixture
+def plain(make_ladder: Make, made: Any) -> dict[str, Any]:
+    """A GPU's ladder with a rung of each kind, one of them gone, and with text that a page must quote."""
+    ladder = make_ladder(
+        {
+            "adam": made((100.0, 101.0, 99.0)),
+            "fused-adam": made((9.0, 9.1, 8.9), reserved=3000 * 2**20),
+            "fused-norm": made((20.0, 20.5, 20.1)),
+            "amp": made((5.0, 5.1, 4.9), busy=0.4, losses=(5.0, float("nan"), 3.4)),
+            "blocks": made(failure="out of memory <b>; lower --batch."),
+        }
+    )
+    ladder.environment["command"] = "fusestep ladder --data 'text:<script>alert(1)</script>'"  # type: ignore[index]
+    return report.as_dict(ladder)
+
+
+@pytest.fixture
+def file(plain: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "a folder" / "ladder.html"
+    path.parent.mkdir()
+    path.write_text(page.draw(plain))
+    return path
+
+
+def order(shown: Any) -> list[str]:
+    names: list[str] = shown.evaluate("[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent)")
+    return names
+
+
+def press(shown: Any, title: str) -> str:
+    """Press a column's title; how the column then says that it is sorted."""
+    script = f"""(() => {{
+        const head = [...document.querySelectorAll('thead th')].find(head => head.textContent.trim() === '{title}');
+        head.querySelector('button').click();
+        return head.getAttribute('aria-sort');
+    }})()"""
+    sorted_how: str = shown.evaluate(script)
+    return sorted_how
+
+
+def test_it_renders_without_an_error_or_a_request(chromium: Any, file: Path, plain: dict[str, Any]) -> None:
+    shown = chromium.open(file)
+    assert shown.evaluate("document.querySelector('.headline').textContent") == plain["verdict"]["headline"]
+    assert shown.evaluate("document.querySelectorAll('tbody tr').length") == 5
+    assert shown.evaluate("document.querySelectorAll('.chart').length") == 6
+    assert shown.evaluate("document.querySelectorAll('script').length") == 1
+    text = shown.evaluate("document.body.textContent")
+    assert "<script>alert(1)</script>" in text
+    assert "out of memory <b>; lower --batch" in text
+    assert shown.requests == [file.as_uri()]
+    assert shown.problems == []
+    # The browser does tell what goes wrong: this page may load nothing.
+    shown.evaluate(
+        "console.error('told'); new Promise(end => { const i = new Image(); i.onerror = end; i.src = 'x.png'; })"
+    )
+    assert any("told" in problem for problem in shown.problems)
+    assert any("Content Security Policy" in problem for problem in shown.problems)
+
+
+def test_bars_are_as_long_as_their_figures(chromium: Any, file: Path) -> None:
+    widths = chromium.open(file).evaluate(
+        "[...document.querySelector('.bars').querySelectorAll('.fill')].map(bar => bar.getBoundingClientRect().width)"
+    )
+    assert len(widths) == 4
+    assert widths[0] > 300
+    assert [width / widths[0] for width in widths] == pytest.approx([1, 0.09, 0.201, 0.05], abs=0.005)
+
+
+def test_a_column_sorts_both_ways_by_its_numbers_with_gaps_last(chromium: Any, file: Path) -> None:
+    shown = chromium.open(file)
+    assert order(shown) == ["adam", "fused-adam", "fused-norm", "amp", "blocks"]
+    assert press(shown, "step ms") == "ascending"
+    # As text, 100 would come before 20.
+    assert order(shown) == ["amp", "fused-adam", "fused-norm", "adam", "blocks"]
+    assert press(shown, "step ms") == "descending"
+    assert order(shown) == ["adam", "fused-norm", "fused-adam", "amp", "blocks"]
+    assert press(shown, "rung") == "ascending"
+    assert order(shown) == ["adam", "amp", "blocks", "fused-adam", "fused-norm"]
+    assert shown.evaluate("document.querySelectorAll('th[aria-sort=ascending], th[aria-sort=descending]').length") == 1
+    assert shown.problems == []
+
+
+def test_a_legend_takes_a_line_away_and_brings_it_back(chromium: Any, file: Path) -> None:
+    shown = chromium.open(file)
+    script = """(() => {
+        const button = document.querySelector('.legend button[data-rung=amp]');
+        const line = button.closest('figure').querySelector('.line[data-rung=amp]');
+        const seen = () => getComputedStyle(line).display !== 'none';
+        return [0, 1, 2].map(press => { if (press) button.click(); return seen(); });
+    })()"""
+    assert shown.evaluate(script) == [True, False, True]
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
+def test_it_follows_the_scheme_and_can_be_read_in_it(chromium: Any, file: Path, scheme: str, is_dark: bool) -> None:
+    shown = chromium.open(file, scheme=scheme)
+    page_colour = colour(shown, "body", "backgroundColor")
+    assert (luminance(page_colour) < 0.1) is is_dark
+    # 4.5 is what WCAG 2 asks of text.
+    for what in (
+        "body",
+        ".headline",
+        ".hint",
+        "dt",
+        ".switch-on",
+        ".leave-off",
+        ".cannot-tell",
+        "thead th",
+        "td",
+        "pre",
+    ):
+        if shown.evaluate(f"document.querySelector('{what}') === null"):
+            continue
+        assert contrast(colour(shown, what, "color"), page_colour) > 4.5, what
+    for number in range(2):
+        assert contrast(colour(shown, f".line:nth-of-type({number + 1})", "stroke"), page_colour) > 3
+
+
+def colour(shown: Any, what: str, kind: str) -> tuple[float, ...]:
+    text = shown.evaluate(f"getComputedStyle(document.querySelector('{what}')).{kind}")
+    return tuple(float(part) / 255 for part in re.findall(r"[\d.]+", text)[:3])
+
+
+def luminance(rgb: tuple[float, ...]) -> float:
+    """Relative luminance of WCAG 2."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("width", [320, 375, 700, 1600])
+def test_no_width_scrolls_sideways(chromium: Any, file: Path, width: int) -> None:
+    shown = chromium.open(file, width=width)
+    assert shown.evaluate("window.innerWidth") == width
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    # The table scrolls within itself, and its first column stays.
+    if width < 400:
+        wide = "document.querySelector('.wide')"
+        assert shown.evaluate(f"{wide}.scrollWidth > {wide}.clientWidth")
+        assert shown.evaluate(
+            f"{wide}.scrollLeft = 300, document.querySelector('tbody th').getBoundingClientRect().left >= 0"
+        )
+        assert shown.evaluate("parseFloat(getComputedStyle(document.querySelector('.findings li')).fontSize)") >= 16
+
+
+def test_a_cpu_has_no_device_and_no_ceilings(chromium: Any, make_ladder: Make, made: Any, tmp_path: Path) -> None:
+    (tmp_path / "cpu.html").write_text(page.draw(report.as_dict(make_ladder({"adam": made()}, gpu=False))))
+    shown = chromium.open(tmp_path / "cpu.html")
+    assert shown.problems == []
+    titles = shown.evaluate("[...document.querySelectorAll('figcaption b')].map(title => title.textContent)")
+    assert titles == ["Time of a step.", "Peak memory.", "Loss during the gate."]
+    heads = shown.evaluate("[...document.querySelectorAll('thead th')].map(head => head.textContent.trim())")
+    assert "device ms" not in heads
+    assert "of a product's" not in heads
+
+
+def test_nothing_measured_is_still_a_page_and_a_picture(make_ladder: Make, made: Any) -> None:
+    plain = report.as_dict(make_ladder({"adam": made(failure="gone."), "amp": made(failure="gone too.")}, rounds=3))
+    assert page.draw(plain).count("did not run") >= 2
+    assert plots.draw(plain).startswith(b"\x89PNG")
+
+
+def test_the_picture_has_a_panel_for_each_chart(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.image import imread
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    picture = imread(io.BytesIO(plots.draw(plain)))
+    assert picture.shape[1] > 1000
+    (figure,) = drawn
+    assert figure.get_suptitle().replace("\n", " ").startswith(plain["verdict"]["headline"])
+    times, memory, apart, shares, losses, differences = figure.axes
+    assert [bar.get_width() for bar in times.patches] == pytest.approx([100.0, 9.0, 20.1, 5.0, 0.0])
+    assert [bar.get_width() for bar in memory.patches] == pytest.approx([4000, 3000, 4000, 4000, 0.0])
+    assert [bar.get_width() for bar in apart.patches[:4]] == pytest.approx([98.0, 8.82, 19.698, 2.0])
+    assert shares.patches[0].get_width() == pytest.approx(100 * 1e12 / 0.1 / 5e13)
+    assert len(losses.lines) == 4
+    assert len(differences.lines) == 3
+
+
+def test_a_difference_from_the_first_is_in_percent_and_a_gap_where_either_is_missing() -> None:
+    curves = {"adam": [4.0, None, 2.0, 2.0], "amp": [4.2, 1.0, None, 1.9]}
+    assert relative_to_first(curves) == {"amp": [pytest.approx(5.0), None, None, pytest.approx(-5.0)]}
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.73, 5.6), (-0.031, 0.004), (3.0, 3.0), (0.0, 0.0), (-7, -2)])
+def test_ticks_are_even_few_and_hold_both_ends(low: float, high: float) -> None:
+    marks = ticks(low, high)
+    steps = {round(b - a, 12) for a, b in itertools.pairwise(marks)}
+    assert len(steps) == 1
+    assert steps.pop() > 0
+    assert 2 <= len(marks) <= 8
+    assert marks[0] <= low
+    assert marks[-1] >= high
