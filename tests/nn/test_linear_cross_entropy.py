@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusestep import explain
 from fusestep.errors import UserError
 from fusestep.nn import LinearCrossEntropy
 
@@ -51,6 +52,12 @@ def test_a_tied_head_shares_its_embedding(device: torch.device) -> None:
     embedding.weight.grad = None
     F.cross_entropy(F.linear(embedding(tokens), embedding.weight).flatten(0, 1), target.flatten()).backward()
     torch.testing.assert_close(found, embedding.weight.grad)
+
+
+def test_it_says_what_it_runs_as() -> None:
+    (found,) = explain(LinearCrossEntropy(4, 5)).modules
+    assert (found.is_ours, found.implementation, found.is_fallback) == (True, "torch", True)
+    assert "these tensors are on cpu" in found.reason
 
 
 def test_errors_are_those_of_the_function() -> None:

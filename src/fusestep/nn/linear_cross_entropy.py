@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusestep.dispatch import Choice
 from fusestep.ops.cross_entropy import Reduction
-from fusestep.ops.linear_cross_entropy import Gradients, linear_cross_entropy
+from fusestep.ops.cross_entropy_rows import explain
+from fusestep.ops.linear_cross_entropy import WHO, Gradients, linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -71,6 +73,10 @@ class LinearCrossEntropy(nn.Linear):
         """The logits themselves, (…, out_features), capped as the loss caps them; for generation."""
         logits = super().forward(input)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def implementation(self) -> Choice:
+        """What a call gets on the device of the parameters, and why."""
+        return explain(WHO, self.weight.device, self.weight.dtype)
 
     def extra_repr(self) -> str:
         changed = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean"}

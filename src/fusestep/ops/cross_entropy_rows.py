@@ -47,8 +47,16 @@ def statistics_dtype(logits_dtype: torch.dtype) -> torch.dtype:
 
 
 def uses_triton(op: str, device: torch.device, logits_dtype: torch.dtype) -> bool:
-    unsupported = "the kernel computes in fp32, not fp64" if logits_dtype is torch.float64 else None
-    return dispatch.uses_triton(op, device, unsupported)
+    return dispatch.uses_triton(op, device, _unsupported(logits_dtype))
+
+
+def explain(op: str, device: torch.device, logits_dtype: torch.dtype) -> dispatch.Choice:
+    """What a call gets, and why."""
+    return dispatch.explain_choice(op, device.type, device.index, _unsupported(logits_dtype))
+
+
+def _unsupported(logits_dtype: torch.dtype) -> str | None:
+    return "the kernel computes in fp32, not fp64" if logits_dtype is torch.float64 else None
 
 
 def write_rows(
