@@ -240,6 +240,11 @@ def examination() -> Iterator[None]:
         _examining = before
 
 
+def is_examining() -> bool:
+    """Whether the calls of now are those of an examination."""
+    return _examining
+
+
 def one_device(op: str, **tensors: torch.Tensor | None) -> torch.device:
     """The device that all of an op's tensors are on.
 

@@ -280,3 +280,23 @@ def test_attention_of_a_library_is_named(models: SimpleNamespace) -> None:
     eager, sdpa = convert(nn.Sequential(OwnAttention("eager"), OwnAttention("sdpa"))).left
     assert "attn_implementation='sdpa'" in eager.reason
     assert "one kernel already (sdpa)" in sdpa.reason
+
+
+def test_trials_do_not_use_up_the_looks_at_masks() -> None:
+    """Each trial makes masks of its own, and a deep model has many trials."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 20, enable_nested_tensor=False)
+    attention._masks._looks_left = attention.MOST_LOOKS
+    convert(model)
+    assert attention._masks._looks_left == attention.MOST_LOOKS
+
+
+def test_a_mask_from_inference_mode_is_no_obstacle() -> None:
+    module = nn.MultiheadAttention(12, 3, batch_first=True)
+    with torch.inference_mode():
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        x = torch.randn(2, 5, 12)
+        wanted, _ = module(x, x, x, need_weights=False, attn_mask=mask)
+        convert(module)
+        for training in (True, False):
+            found, _ = module.train(training)(x, x, x, need_weights=False, attn_mask=mask)
+            torch.testing.assert_close(found, wanted)

@@ -331,3 +331,30 @@ def test_explain_knows_what_they_run_as(models: SimpleNamespace) -> None:
     assert told["layers.0.mlp.up_proj"].implementation == "emulated"
     assert told["norm"].is_ours
     assert told["layers.0"].reason.startswith("residual add in post_attention_layernorm")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.TransformerEncoderLayer(32, 4, 64), lambda: nn.Linear(32, 32)], ids=str)
+def test_a_model_that_is_swapped_itself_has_its_region_all_the_same(make: Any) -> None:
+    model, x = make(), torch.randn(5, 2, 32)
+    before, plain = type(model), model(x)
+    report = convert(model, fp8=Float8CurrentScaling())
+    assert [row.became for row in report.rows if row.path == ""][-1] == "FP8Forward"
+    assert not torch.equal(model.eval()(x), make().train(False)(x))
+    with fp8_autocast(recipe=Float8CurrentScaling()):
+        wanted = model(x)
+    assert torch.equal(model(x), wanted)
+    assert not torch.equal(model(x), plain)
+    report.undo()
+    assert type(model) is before
+
+
+def test_a_second_conversion_says_which_region_holds(models: SimpleNamespace) -> None:
+    model = models.Decoder(layers=1)
+    convert(model, fp8=Float8CurrentScaling(), fp8_skip=["*.mlp"])
+    second = convert(model, fp8=DelayedScaling())
+    told = [row.reason for row in second.left if row.path == ""]
+    assert "its forward runs within fp8_autocast (Float8CurrentScaling) since it was converted before" in told
+    layer = nn.TransformerEncoderLayer(32, 4, 64)
+    convert(layer)
+    told = [row.reason for row in convert(layer, fp8=DelayedScaling()).left if row.path == ""]
+    assert "it was converted before: call it within fusestep.fp8.fp8_autocast(recipe=…) yourself" in told

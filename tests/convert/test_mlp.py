@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import convert
+from fusestep.convert import gated_mlp
 from fusestep.convert.activations import recognised
 from fusestep.convert.gated_mlp import FusedGatedMLP
 from fusestep.convert.twins import twin
@@ -236,3 +237,28 @@ def test_activations_of_many_kernels_are_swapped_and_others_left(models: SimpleN
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     report.undo()
     assert all(torch.equal(a, b) for a, b in zip(results(model, x), before, strict=True))
+
+
+def test_an_activation_that_is_a_method_is_part_of_the_code(
+    models: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Method(models.GatedMLP):  # type: ignore[misc, name-defined]
+        def __init__(self, function: Any) -> None:
+            super().__init__(8, 12)
+            del self.act_fn
+            self.function = function
+
+        def act_fn(self, x: Tensor) -> Tensor:
+            return self.function(x)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Method(F.silu), Method(F.relu))
+    x = torch.randn(3, 8)
+    wanted = model(x)
+    report = convert(model)
+    assert [row.path for row in report.swapped] == ["0"]
+    assert report.left[0].reason.startswith("disagrees")
+    calls: list[str] = []
+    real = gated_mlp.gated_activation
+    monkeypatch.setattr(gated_mlp, "gated_activation", lambda *args: (calls.append(args[2]), real(*args))[1])
+    torch.testing.assert_close(model(x), wanted)
+    assert calls == ["swiglu"]  # what the report says does run

@@ -484,3 +484,122 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -
     with pytest.raises(UserError, match=words):
         convert(arguments.pop("model", model), **arguments)
     assert type(model[0]) is nn.LayerNorm
+
+
+def test_a_block_that_gives_a_tuple_is_no_block_that_gives_a_tensor(models: SimpleNamespace) -> None:
+    class Old(models.DecoderLayer):  # type: ignore[misc, name-defined]
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, position_embeddings: Any = None) -> Any:
+            return (super().forward(hidden_states, attention_mask, position_embeddings),)
+
+    layer, x, angles = Old(32, 4, 56), torch.randn(2, 7, 32), torch.randn(2, 7, 8)
+    wanted = layer(x, position_embeddings=(angles.cos(), angles.sin()))
+    report = convert(nn.Sequential(layer))
+    assert [row.reason for row in report.left] == ["disagrees: it gives output where the old one gives output[0]"]
+    found = layer(x, position_embeddings=(angles.cos(), angles.sin()))
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.no_grad,
+        torch.inference_mode,
+    ],
+    ids=["default device", "autocast", "no_grad", "inference mode"],
+)
+def test_what_is_set_around_a_conversion_is_no_part_of_its_trials(models: SimpleNamespace, around: Any) -> None:
+    decoder, encoder = models.Decoder(layers=1), models.EncoderClassifier()
+    with around():
+        reports = [convert(decoder), convert(encoder)]
+    assert [len(report.swapped) for report in reports] == [5, 9]
+    assert [len(report.left) for report in reports] == [0, 0]
+
+
+def test_classes_with_constructors_and_registers_of_their_own_are_swapped_and_copied() -> None:
+    register: dict[str, type] = {}
+
+    class Registering(nn.LayerNorm):
+        def __new__(cls, width: int) -> Any:  # noqa: ARG004
+            return super().__new__(cls)
+
+        def __init_subclass__(cls, *, kind: int, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            register[f"{cls.__name__} {kind}"] = cls
+
+    class Registered(Registering, kind=3):
+        pass
+
+    norm, x = Registered(8), torch.randn(3, 8)
+    before = norm(x)
+    report = convert(nn.Sequential(norm))
+    assert isinstance(norm, FusedLayerNorm)
+    assert register == {"Registered 3": Registered}
+    torch.testing.assert_close(copy.deepcopy(norm)(x), before)
+    report.undo()
+    assert type(norm) is Registered
+
+
+class FourBits(nn.Parameter):
+    """As quantisers make them: what is needed to read it is an attribute."""
+
+    table: Tensor
+
+
+class FourBitLinear(nn.Module):
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.weight = FourBits(torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8), False)
+        self.weight.table = torch.randn(16) / 8
+        self.seen: list[torch.Size] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return nn.functional.linear(x, self.weight.table[self.weight.long()])
+
+
+def test_around_quantised_layers_all_is_swapped_and_trials_leave_nothing_in_them(models: SimpleNamespace) -> None:
+    mlp, x = models.GatedMLP(32, 56), torch.randn(3, 32)
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = FourBitLinear(32, 56), FourBitLinear(32, 56), FourBitLinear(56, 32)
+    wanted = mlp(x)
+    for layer in mlp.children():
+        getattr(layer, "seen", []).clear()
+    report = convert(nn.Sequential(mlp))
+    assert [row.kind for row in report.swapped] == ["GatedMLP"]
+    assert mlp.gate_proj.seen == []
+    torch.testing.assert_close(mlp(x), wanted)
+    assert len(mlp.gate_proj.seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_parts_that_are_compiled_by_themselves_run_uncompiled_in_trials(models: SimpleNamespace) -> None:
+    calls: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(inputs)
+        return graph
+
+    torch._dynamo.reset()
+    model, x = models.Decoder(layers=2), tokens()
+    wanted = model(x)
+    model.layers[0].mlp.compile(backend=backend)
+    model.layers[1].mlp = torch.compile(model.layers[1].mlp, backend=backend)
+    report = convert(model)
+    assert calls == []
+    assert len(report.swapped) == 2 * 4 + 1
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert calls  # and compiled afterwards
+
+
+def test_a_module_in_two_places_is_skipped_by_either_name_and_a_name_of_none_is_told() -> None:
+    model = nn.ModuleDict({"a": nn.LayerNorm(8), "c": nn.LayerNorm(8)})
+    model["b"] = model["a"]
+    report = convert(model, skip=["b", "layer.0"])
+    assert [row.path for row in report.rows] == ["c"]
+    assert report.unmatched == ("layer.0",)
+    assert str(report).endswith("\nskipped nothing, since no module's path matches: 'layer.0'.")
+    assert report.as_dict()["unmatched"] == ["layer.0"]

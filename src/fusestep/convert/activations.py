@@ -55,7 +55,7 @@ def recognised(act: Any) -> str | None:
     if not callable(act):
         return None
     with undisturbed(torch.device("cpu")), torch.no_grad():
-        x = torch.cat((torch.linspace(-9, 9, 61), torch.randn(60) * 2)).double()
+        x = torch.cat((torch.linspace(-9, 9, 61, device="cpu"), torch.randn(60, device="cpu") * 2)).double()
         try:
             y = act(x)
         except (TypeError, RuntimeError, NotImplementedError):  # not a function of one tensor
@@ -94,7 +94,7 @@ def _wraps_one_kernel(module: nn.Module, name: str) -> bool:
     if name != "gelu":
         return False
     with undisturbed(torch.device("cpu")), torch.no_grad():
-        x = torch.randn(512)
+        x = torch.randn(512, device="cpu")
         return torch.equal(module.forward(x), nn.functional.gelu(x, approximate="tanh"))
 
 

@@ -68,7 +68,8 @@ class Probe:
 
     def randn(self, *shape: int) -> Tensor:
         """Normal numbers; the same ones on all devices. With some 64 rows, chance plays no part where 16 bits round."""
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
+        numbers = torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return numbers.to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Trials:
         """
         first = next((p for p in module.parameters() if p.is_floating_point()), self._default)
         if first is None:
-            first = torch.empty(0)
+            first = torch.empty(0, device="cpu")
         is_meta = first.device.type == "meta"
         key = (kind, *signature(module))
         known = self._known.get(key)
@@ -263,7 +264,8 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _unlike(old: Results, new: Results) -> str | None:
     """In words, what is not even of the same shape or dtype."""
     if old.keys() != new.keys():
-        return f"it gives {len(new)} outputs and gradients, the old one {len(old)}"
+        ours, theirs = (", ".join(sorted(one.keys() - other.keys())) for one, other in ((new, old), (old, new)))
+        return f"it gives {ours or 'nothing'} where the old one gives {theirs or 'nothing'}"
     for name, theirs in old.items():
         ours = new[name]
         if theirs is None or ours is None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusestep import dispatch
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
 from fusestep.convert.patterns import Pattern, is_a
@@ -40,22 +41,25 @@ class CausalMasks:
 
     def is_causal(self, mask: Tensor) -> bool:
         """Whether a (S, S) mask, boolean or added, hides from each query exactly the keys after it."""
-        if torch.compiler.is_compiling() or type(mask) is not Tensor or mask.requires_grad:
-            return False
+        if torch.compiler.is_compiling() or type(mask) is not Tensor or mask.requires_grad or mask.is_inference():
+            return False  # what was made in inference mode does not tell whether it was written
         known = self._known.get(id(mask))
         if known is not None and known[0]() is mask and known[1] == mask._version:
             self._looks_left = MOST_LOOKS
             return known[2]
-        if self._looks_left <= 0 or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        self._looks_left -= 1
+        if not dispatch.is_examining():  # a trial's masks are no sign of what the program does
+            if self._looks_left <= 0:
+                return False
+            self._looks_left -= 1
         size = mask.shape[-1]
         hidden = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
         wanted = hidden if mask.dtype is torch.bool else torch.zeros_like(mask).masked_fill_(hidden, -math.inf)
         answer = bool(torch.equal(mask, wanted))
-        gone = [key for key, (reference, _, _) in self._known.items() if reference() is None]
-        for key in gone:
-            del self._known[key]
+        for key, (reference, _, _) in list(self._known.items()):  # a list: other threads may look as well
+            if reference() is None:
+                self._known.pop(key, None)
         self._known[id(mask)] = (weakref.ref(mask), mask._version, answer)
         return answer
 

@@ -32,6 +32,14 @@ class Kind(nn.Module):
         """Take back what a module of this kind has left outside of itself, as it becomes the old one again."""
 
 
+class _Converted(nn.Module):
+    """First of the bases of what we make: an old class that registers its subclasses does not hear of ours."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_original" not in cls.__dict__:  # what others make of our classes
+            super().__init_subclass__(**kwargs)
+
+
 def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """The class of a module of class `original` that has become one of `kind`; the same one each time."""
     known = _made.get((kind, original))
@@ -53,7 +61,8 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn
         "_base": base,
         "_original": original,
     }
-    made: type[nn.Module] = type(name, (kind, original), attributes)
+    bases = (kind, original) if issubclass(original, _Converted) else (_Converted, kind, original)
+    made: type[nn.Module] = type(name, bases, attributes)
     _made[kind, original] = made
     return made
 
@@ -87,7 +96,7 @@ def _made_again(kinds: tuple[type[nn.Module], ...], base: type[nn.Module]) -> nn
     made = base
     for kind in reversed(kinds):
         made = converted_class(kind, made)
-    module: nn.Module = made.__new__(made)
+    module: nn.Module = object.__new__(made)
     return module
 
 

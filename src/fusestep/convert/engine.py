@@ -35,7 +35,9 @@ def run(
     asked = [] if fp8 is None else fp8_patterns(model, fp8, fp8_skip, fp8_keep_blocks)
     patterns = known_patterns(asked)
     walk = _Walk(model, skip)
-    report = Report((), dry_run, walk.swaps)
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    unmatched = tuple(one for one in (*skip, *fp8_skip) if not any(is_named(path, [one]) for path in paths))
+    report = Report((), dry_run, walk.swaps, unmatched)
     try:
         for stage in Stage:
             walk.visit([pattern for pattern in patterns if pattern.stage is stage])
@@ -50,6 +52,10 @@ def run(
     return report
 
 
+#: Beside the stages: when the region of FP8 is set.
+_REGION = len(Stage)
+
+
 class _Walk:
     """One conversion under way.
 
@@ -60,9 +66,12 @@ class _Walk:
     def __init__(self, model: nn.Module, skip: Sequence[str]) -> None:
         self._model = model
         self.swaps: list[tuple[str, nn.Module]] = []
-        self._rows: dict[tuple[str, Stage], Row] = {}
+        self._rows: dict[tuple[str, int], Row] = {}
         self._order = {path: number for number, (path, _) in enumerate(model.named_modules())}
-        self._passed_over = {id(module) for path, module in model.named_modules() if is_named(path, skip)}
+        # A module in several places is skipped by any of its names.
+        self._passed_over = {
+            id(one) for path, one in model.named_modules(remove_duplicate=False) if is_named(path, skip)
+        }
         default: Tensor | None = next((p for p in model.parameters() if p.is_floating_point()), None)
         self._trials = Trials(default)
 
@@ -121,20 +130,27 @@ class _Walk:
 
     def set_region(self, recipe: Any) -> None:
         """Have the model's forward run in FP8, if any layer does."""
-        if not any(is_a(module, FP8Linear) for _, module in self.swaps) or is_converted(self._model):
+        if not any(is_a(module, FP8Linear) for _, module in self.swaps):
             return
         kind = type(self._model).__name__
         obstacle = _obstacle(self._model)
         if obstacle is None and type(self._model).forward is nn.Module.forward:
             obstacle = "it has no forward"
-        if obstacle is not None:
+        if obstacle is None and is_converted(self._model) and not any(self._model is one for _, one in self.swaps):
+            obstacle = "it was converted before"
+        model: Any = self._model
+        if is_a(model, FP8Forward):
+            region = f"fp8_autocast ({type(model.fp8_recipe).__name__})"
+            what = f"its forward runs within {region} since it was converted before"
+            self._rows["", _REGION] = Row("", kind, None, what)
+        elif obstacle is not None:
             reason = f"{obstacle}: call it within fusestep.fp8.fp8_autocast(recipe=…) yourself"
-            self._rows["", Stage.BLOCK] = Row("", kind, None, reason)
-            return
-        become(self._model, FP8Forward, {"fp8_recipe": recipe})
-        self.swaps.append(("", self._model))
-        what = f"its forward runs within fp8_autocast ({type(recipe).__name__})"
-        self._rows["", Stage.BLOCK] = Row("", kind, "FP8Forward", what)
+            self._rows["", _REGION] = Row("", kind, None, reason)
+        else:
+            become(model, FP8Forward, {"fp8_recipe": recipe})
+            self.swaps.append(("", model))
+            what = f"its forward runs within fp8_autocast ({type(recipe).__name__})"
+            self._rows["", _REGION] = Row("", kind, "FP8Forward", what)
 
     def in_order(self) -> tuple[Row, ...]:
         """The rows in the order of the modules."""

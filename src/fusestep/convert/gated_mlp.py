@@ -107,9 +107,12 @@ def _names_of(module: nn.Module) -> Names | None:
 
 
 def _activation_of(module: nn.Module) -> tuple[str | None, Any]:
-    """The attribute that holds the activation, and it; SiLU where none does, as in Llama's first code."""
+    """The attribute that holds the activation, and it; SiLU where none does, as in Llama's first code.
+
+    A method of the class is code as well: the trial tells whether it is SiLU.
+    """
     for name in _ACTIVATION_NAMES:
-        act = getattr(module, name, None)
+        act = module.__dict__.get(name, module._modules.get(name))
         if callable(act):
             return name, act
     return None, nn.functional.silu

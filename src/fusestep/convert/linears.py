@@ -225,7 +225,9 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
     if head is None and layers and _out_features(layers[-1]) in vocabularies:
         head = layers[-1]
     reasons: dict[int, str] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in reasons:
+            continue
         names = path.split(".")
         if is_named(path, skip):
             reasons[id(module)] = "fp8_skip names it"

@@ -53,11 +53,13 @@ class Report:
     Attributes:
         rows: swapped modules, and those that might have been.
         dry_run: whether nothing was changed.
+        unmatched: patterns of `skip` and `fp8_skip` that match no module's path.
     """
 
     rows: tuple[Row, ...]
     dry_run: bool
     _swaps: list[tuple[str, nn.Module]] = field(repr=False)
+    unmatched: tuple[str, ...] = ()
 
     @property
     def swapped(self) -> tuple[Row, ...]:
@@ -79,11 +81,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values with a `schema` number, one entry for each module."""
-        return {"schema": SCHEMA, "dry_run": self.dry_run, "modules": [row.as_dict() for row in self.rows]}
+        rows = [row.as_dict() for row in self.rows]
+        return {"schema": SCHEMA, "dry_run": self.dry_run, "unmatched": list(self.unmatched), "modules": rows}
 
     def __str__(self) -> str:
         if not self.rows:
-            return "nothing in this model is known to have a faster form"
+            return f"nothing in this model is known to have a faster form{self._amiss()}"
         lines = [("module", "class", "became", "agreement", "why")]
         for path, members in grouped(self.rows, lambda row: row.path, lambda row: (row.kind, row.became, row.reason)):
             first = members[0]
@@ -91,7 +94,13 @@ class Report:
             became = "–" if first.became is None else first.became
             lines.append((path or "(the model)", first.kind, became, agreement if first.became else "", first.reason))
         verb = "would be swapped" if self.dry_run else "swapped"
-        return f"{table(lines)}\n\n{verb}: {len(self.swapped)}; left as they are: {len(self.left)}."
+        return f"{table(lines)}\n\n{verb}: {len(self.swapped)}; left as they are: {len(self.left)}.{self._amiss()}"
+
+    def _amiss(self) -> str:
+        """A last line about what was asked for in vain."""
+        if not self.unmatched:
+            return ""
+        return f"\nskipped nothing, since no module's path matches: {', '.join(map(repr, self.unmatched))}."
 
 
 def _told(agreements: Sequence[Agreement]) -> str:

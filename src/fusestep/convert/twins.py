@@ -6,10 +6,11 @@ torch's random generators.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
+#: What a forward may write to in place: a twin has its own.
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
 #: Outputs and gradients of a run, by what they are in words.
 Results = dict[str, Tensor | None]
 
@@ -40,6 +44,8 @@ def twin(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) ->
         return tensor if change is None else change(tensor)
 
     def parameter(old: nn.Parameter) -> nn.Parameter:
+        if type(old) is not nn.Parameter and not old.is_floating_point():
+            return old  # quantised: what its class knows of it would be lost, and a run leaves it as it is
         if id(old) not in parameters:
             parameters[id(old)] = nn.Parameter(changed(old.detach()), requires_grad=old.requires_grad)
         return parameters[id(old)]
@@ -47,9 +53,12 @@ def twin(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) ->
     def copied(old: nn.Module) -> nn.Module:
         if id(old) in modules:
             return modules[id(old)]
-        new: nn.Module = type(old).__new__(type(old))
+        if type(old).__name__ == "OptimizedModule" and "_orig_mod" in old._modules:
+            return copied(old._orig_mod)  # type: ignore[arg-type]  # what torch.compile made runs the module's own code
+        new: nn.Module = object.__new__(type(old))
         modules[id(old)] = new
         new.__dict__.update(old.__dict__)
+        new.__dict__.pop("_compiled_call_impl", None)  # of module.compile(), and bound to the module
         for name in _HOOKS:
             new.__dict__[name] = OrderedDict()
         new.__dict__["_parameters"] = {k: None if p is None else parameter(p) for k, p in old._parameters.items()}
@@ -58,6 +67,8 @@ def twin(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) ->
         for name, value in old.__dict__.items():
             if isinstance(value, nn.Module) and id(value) in modules:  # held beside the children, and one of them
                 new.__dict__[name] = modules[id(value)]
+            elif type(value) in _CONTAINERS and new.__dict__.get(name) is value:
+                new.__dict__[name] = copy.copy(value)
         return new
 
     return copied(module)
@@ -104,26 +115,30 @@ def run(
         with region():
             # Not __call__: neither global hooks nor checkpointing belong to a trial.
             output = module.forward(*given, **named)
-        results: Results = {f"output {i}": y for i, y in enumerate(_tensors(output))}
+        results: Results = dict(_named("output", output))
         ys = [y for y in results.values() if y is not None and y.requires_grad]
         if not ys or not leaves:
             return {name: y if y is None else y.detach() for name, y in results.items()}
         generator = torch.Generator().manual_seed(3)
-        dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype) for y in ys]
+        dys = [
+            torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y.device, y.dtype)
+            for y in ys
+        ]
         gradients = torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True)
     found = {name: y if y is None else y.detach() for name, y in results.items()}
     return found | dict(zip(leaves, gradients, strict=True))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """The tensors of an output by where in it they are: a tensor and a tuple of one are not the same."""
+    if isinstance(value, (tuple, list, dict)):
+        kind = "" if type(value) is tuple else f" ({type(value).__name__})"
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _named(f"{name}{kind}[{key!r}]", one)
+    elif value is None or isinstance(value, Tensor):
+        yield name, value
+    else:
+        yield f"{name} ({type(value).__name__})", None
 
 
 def materialised(tensor: Tensor) -> Tensor:
@@ -164,12 +179,17 @@ def seed(device: torch.device) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Nothing of a trial is seen outside: random generators, announcements of fallbacks, warnings, inference mode."""
+    """Nothing of a trial is seen outside: random generators, announcements of fallbacks, warnings.
+
+    And nothing of what is outside is seen in it: inference mode, autocast, a default device without data.
+    """
     devices: Sequence[torch.device] = [device] if device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
         dispatch.examination(),
         torch.inference_mode(False),
+        torch.autocast(device.type, enabled=False),
+        torch.device(device) if torch.get_default_device().type == "meta" else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
