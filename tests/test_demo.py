@@ -105,7 +105,7 @@ def test_the_ladder_prints_and_keeps_its_rungs(tmp_path: Path) -> None:
     for rung in ("adam", "fused-adam", "fused-norm", "amp"):
         assert re.search(rf"^{rung} ", table, re.MULTILINE), table
     kept = json.loads((tmp_path / "demo" / "ladder" / "ladder.json").read_text())
-    assert [rung["name"] for rung in kept["rungs"]] == ["adam", "fused-adam", "fused-norm", "amp", "blocks"]
+    assert [rung["name"] for rung in kept["rungs"]] == ["adam", "fused-adam", "fused-norm", "amp", "blocks", "loss"]
 
 
 def test_a_failing_command_ends_the_demo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
