@@ -14,8 +14,11 @@ import pytest
 from fusestep.cli import ladder as cli
 from fusestep.errors import UserError
 from fusestep.ladder import Ladder, LadderConfig, environment, journal, ladder, report, run
+from fusestep.ladder.ceilings import Ceilings
 from fusestep.ladder.memory import Peak
+from fusestep.ladder.plan import plan
 from fusestep.ladder.processes import Reply
+from fusestep.ladder.rungs import RUNGS
 from fusestep.ladder.timing import Timing
 from fusestep.ladder.worker import Request
 
@@ -45,6 +48,7 @@ class Table:
         self.asked: list[Request] = []
         self.until: int | None = None
         self.failing: str | None = None
+        self.ceilings = Reply(done={"products": {"fp32": 5e13, "bf16": 7e14}, "copy": 4e12})
 
     def __enter__(self) -> Table:
         return self
@@ -56,6 +60,8 @@ class Table:
         if self.until is not None and len(self.asked) >= self.until:
             raise CutOff
         self.asked.append(request)
+        if request.task == "ceilings":
+            return self.ceilings
         if request.task == "time" and self.failing == request.recipe.precision:
             return Reply(failed="out of memory; lower --batch.", log="a log")
         key = f"{request.task} {request.recipe.optimizer} {request.recipe.precision} {request.reverse}"
@@ -275,3 +281,29 @@ def test_the_command_says_in_one_sentence_what_an_extra_would_draw(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("ladder.html and ladder.png are left out")
     assert lines[-2] == f"kept in {tmp_path / 'ladder.json'}, {tmp_path / 'ladder.csv'}"
+
+
+def test_on_a_gpu_the_ceilings_are_measured_once_between_the_gate_and_the_rounds(table: Table, tmp_path: Path) -> None:
+    on_gpu = replace(plan(CONFIG), device="cuda:0")
+
+    def measure(kept: journal.Journal) -> Ladder:
+        return run.run(on_gpu, dict(HERE), RUNGS, lambda share, text: None, kept)
+
+    table.until = GATE + 1 + ROUND
+    with pytest.raises(CutOff):
+        measure(journal.Journal(on_gpu.as_dict(), HERE, tmp_path))
+    assert [request.task for request in table.asked] == ["gate"] * GATE + ["ceilings"] + ["time"] * ROUND
+    table.until = None
+    table.asked.clear()
+    resumed = measure(journal.Journal(on_gpu.as_dict(), HERE, tmp_path, resume=True))
+    assert resumed.ceilings == Ceilings({"fp32": 5e13, "bf16": 7e14}, 4e12)
+    assert {request.task for request in table.asked} == {"time"}
+
+
+def test_ceilings_that_cannot_be_measured_are_a_note_and_the_rungs_go_on(table: Table) -> None:
+    table.ceilings = Reply(failed="out of GPU memory.")
+    on_gpu = replace(plan(CONFIG), device="cuda:0")
+    measured = run.run(on_gpu, dict(HERE), RUNGS, lambda share, text: None, journal.Journal({}, HERE))
+    assert measured.ceilings is None
+    assert "The device's ceilings could not be measured: out of GPU memory." in measured.notes
+    assert all(len(result.rounds) == 3 for result in measured.rungs)
