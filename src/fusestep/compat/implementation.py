@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,30 @@ def by_torch(name: str, what: str) -> None:
     served(name, f"{what}, torch")
     if not dispatch.asked_for_torch():
         dispatch.announce(name, f"fusestep has no kernel for {name} yet")
+
+
+class Applied:
+    """A function that scripts know as a torch.autograd.Function: they call `apply`, and look at `forward`'s arguments.
+
+    Attributes:
+        apply: the function. `forward` is the same with a first argument, ctx, which is not looked at.
+    """
+
+    apply: ClassVar[Callable[..., Tensor]]
+    forward: ClassVar[Callable[..., Tensor]]
+
+    def __init_subclass__(cls) -> None:
+        function = cls.apply
+
+        def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
+            return function(*args, **kwargs)
+
+        own = inspect.signature(function)
+        ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown: Any = forward
+        # Megatron asks by it whether a norm takes memory_efficient.
+        shown.__signature__ = own.replace(parameters=[ctx, *own.parameters.values()])
+        cls.forward = staticmethod(forward)
 
 
 class ServedModule(nn.Module):

@@ -26,6 +26,12 @@ from fusestep.compat.report import not_served, sentence
 #: For each name: what to use instead, and whether it is planned.
 NotServed = Mapping[str, tuple[str, bool]]
 
+#: Of names that no table has.
+_UNKNOWN = (
+    "it is not among the names that fusestep knows, which docs/apex.md and docs/transformer-engine.md list",
+    False,
+)
+
 #: What the modules that were imported do not serve, by their names.
 _tables: dict[str, NotServed] = {}
 
@@ -47,11 +53,12 @@ def module_getattr(module: str, table: NotServed, submodules: tuple[str, ...] = 
         if name in submodules:
             return importlib.import_module(f"{module}.{name}")
         full = f"{module}.{name}"
+        instead, planned = table.get(name, _UNKNOWN)
+        # A module that is being imported, in a circle, is not an attribute yet; the statement itself looks for it.
+        if full not in sys.modules and _is_import(sys._getframe(1)):
+            raise not_served(full, instead, planned, ImportError)
         if name not in table:
             raise AttributeError(f"module {module!r} has no attribute {name!r}, or none that fusestep knows of")
-        instead, planned = table[name]
-        if _is_import(sys._getframe(1)):
-            raise not_served(full, instead, planned, ImportError)
         # A question, as hasattr asks it, is not a use.
         raise AttributeError(sentence(full, instead, planned), name=name)
 
@@ -83,7 +90,8 @@ class _Refusal:
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG003
         parent, _, name = fullname.rpartition(".")
-        entry = _tables.get(parent, {}).get(name)
+        is_below_ours = parent and parent.partition(".")[0] in _tables
+        entry = _tables.get(parent, {}).get(name, _UNKNOWN if is_below_ours else None)
         if entry is not None and not _is_question(sys._getframe(1)):
             # Without the module's name in it: with it, `from package import module` would pass over the exception.
             raise not_served(fullname, *entry, ModuleNotFoundError)

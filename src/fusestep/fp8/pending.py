@@ -44,6 +44,7 @@ class Pending:
     def add(self, state: Slots, group: Any = None) -> None:
         """Have a state rolled when the next region begins, its amaxes reduced over `group` before."""
         self._recorded[state.reference] = group
+        state.__dict__["is_pending"] = True
 
     def roll(self) -> None:
         """Move what was recorded into the histories, and renew the scales.
@@ -92,6 +93,8 @@ class Pending:
             plan = self._plans[numbers] = _plan(states)
         for batch in plan:
             batch.roll(states)
+        for state in states:
+            state.__dict__["is_pending"] = False
 
 
 @functools.cache

@@ -64,6 +64,8 @@ class Slots:
         number: unlike that of any other state, and another one whenever a tensor or the recipe was replaced, so that
             what was worked out for a number holds while the number is met.
         reference: leads to this state without keeping it alive.
+        is_pending: whether amaxes of a forward or backward wait for their roll. One that the optimizer's own cast of a
+            weight left is not waiting: the next forward records it, by its cast or by that copy.
     """
 
     slots: Tensor
@@ -71,11 +73,13 @@ class Slots:
     rolls: Tensor
     counts: Tensor
     number: int
+    is_pending: bool
 
     def __init__(self, names: Sequence[str], recipe: DelayedScaling, device: torch.device) -> None:
         self.reference = Reference(self)
         self.names = tuple(names)
         self.recipe = recipe
+        self.is_pending = False
         self._start(device)
 
     def _start(self, device: torch.device) -> None:
@@ -159,8 +163,12 @@ class Slots:
         return ordered(self.history, self.rolls).t()
 
     def as_dict(self) -> dict[str, Tensor]:
-        """Plain tensors, for a checkpoint."""
-        return dict(zip(KEYS, (self.slots, self.history, self.rolls), strict=True))
+        """Plain tensors, for a checkpoint. An amax in it waits for its roll."""
+        slots = self.slots
+        if not self.is_pending:
+            slots = slots.clone()
+            slots[:, AMAX] = 0.0
+        return dict(zip(KEYS, (slots, self.history, self.rolls), strict=True))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `as_dict` gave, in place, whatever its history's length.
@@ -174,6 +182,7 @@ class Slots:
         self.history.copy_(resized(history, rolls, self.history.shape[1]))
         self.slots.copy_(slots)
         self.rolls.copy_(rolls)
+        self.is_pending = True
         self._take_formats()
 
     @classmethod

@@ -70,7 +70,7 @@ class FP8Module(nn.Module):
     _cached: dict[int, tuple[Quantized, tuple[tuple[int, int], ...]]] | None
     _asked: dict[int, tuple[Casts, WeightCopies, tuple[Part[Any] | None, ...]]] | None
 
-    # Whether the state came from a checkpoint or a copy with amaxes that no region knows of yet.
+    # Whether the state came from a checkpoint or a copy, so that no region knows yet whether it is pending.
     _has_unrolled: bool
 
     def __init__(self, name: str | None) -> None:
@@ -161,15 +161,12 @@ class FP8Module(nn.Module):
         if self._has_unrolled:
             # What this region would have done as it began, had there been no break.
             self.__dict__["_has_unrolled"] = False
-            unrolled = Pending()
-            unrolled.add(state)
-            unrolled.roll()
+            if state.is_pending:
+                unrolled = Pending()
+                unrolled.add(state)
+                unrolled.roll()
         region.pending.add(state, region.group)
         return state
-
-    def has_rolled(self) -> None:
-        """Say that a loaded state was saved after its amaxes had entered the histories, so that none enters twice."""
-        self.__dict__["_has_unrolled"] = False
 
     def _forget_casts(self) -> None:
         """Let go of what was worked out from state, parameters or their places that are no more."""

@@ -15,7 +15,6 @@ from fusestep.errors import UserError
 from fusestep.fp8 import fp8_autocast
 from fusestep.fp8.statistics import TensorStatistics, collect, reset_counts
 from fusestep.models import GPT, GPTConfig
-from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 from fusestep.train import checkpoint
@@ -164,9 +163,6 @@ class Trainer:
         """
         has_history = self.fp8_recipe is not None and self.fp8_recipe.has_history
         checkpoint.load_weights(self.model, saved.weights(self.device), saved.path, with_fp8_state=has_history)
-        for module in self.model.modules():
-            if isinstance(module, FP8Module):
-                module.has_rolled()  # see _renew_scales
         state = saved.state()
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:

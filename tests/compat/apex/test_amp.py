@@ -217,3 +217,16 @@ def test_what_cannot_be_is_refused() -> None:
         amp.initialize(model(), optimizer)
     with pytest.raises(RuntimeError, match="does not go with master weights"):
         optimizer.step(lambda: 0.0)
+
+
+def test_state_dicts_of_o2_are_fp32() -> None:
+    """Of the model, of a part of it, and of what holds it; they load back."""
+    net = amp.initialize(model(), opt_level="O2", verbosity=0)
+    holder = nn.ModuleDict({"net": net, "other": nn.Linear(2, 2).half()})
+    assert {value.dtype for value in net.state_dict().values()} == {torch.float32, torch.int64}
+    assert net[0].state_dict()["weight"].dtype is torch.float32
+    assert holder.state_dict()["net.0.weight"].dtype is torch.float32
+    assert holder.state_dict()["other.weight"].dtype is torch.float16
+    assert torch.equal(net.state_dict()["0.weight"], net[0].weight.float())
+    net.load_state_dict(net.state_dict())
+    assert net[0].weight.dtype is torch.float16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -522,3 +524,43 @@ def test_scale_mask_softmax_refuses_as_apex_does() -> None:
         FusedScaleMaskSoftmax(True, True, AttnMaskType.padding, True, None, True, None)
     with pytest.raises(RuntimeError, match="needs softmax_in_fp32"):
         FusedScaleMaskSoftmax(True, False, AttnMaskType.padding, True, None, False, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("normalization.fused_layer_norm.FusedLayerNormAffineFunction",
+         "input weight bias normalized_shape eps memory_efficient"),
+        ("normalization.fused_layer_norm.FusedLayerNormAffineMixedDtypesFunction",
+         "input weight bias normalized_shape eps memory_efficient"),
+        ("normalization.fused_layer_norm.FusedLayerNormFunction", "input normalized_shape eps memory_efficient"),
+        ("normalization.fused_layer_norm.FusedRMSNormAffineFunction",
+         "input weight normalized_shape eps memory_efficient"),
+        ("normalization.fused_layer_norm.FusedRMSNormAffineMixedDtypesFunction",
+         "input weight normalized_shape eps memory_efficient"),
+        ("normalization.fused_layer_norm.FusedRMSNormFunction", "input normalized_shape eps memory_efficient"),
+        ("contrib.layer_norm.layer_norm.FastLayerNormFN", "x gamma beta epsilon memory_efficient"),
+        ("contrib.focal_loss.focal_loss.FocalLoss",
+         "cls_output cls_targets_at_level num_positive_sum num_real_classes alpha gamma label_smoothing"),
+        ("contrib.xentropy.SoftmaxCrossEntropyLoss", "logits labels smoothing padding_idx half_to_float"),
+        ("fused_dense.FusedDenseFunc", "input weight bias"),
+        ("fused_dense.DenseNoBiasFunc", "input weight"),
+        ("fused_dense.FusedDenseGeluDenseFunc", "input weight1 bias1 weight2 bias2"),
+        ("mlp.MlpFunction", "bias activation"),
+        ("transformer.functional.fused_softmax.ScaledMaskedSoftmax", "inputs mask scale"),
+        ("transformer.functional.fused_softmax.ScaledUpperTriangMaskedSoftmax", "inputs scale"),
+    ],
+)  # fmt: skip
+def test_functions_show_their_arguments_as_an_autograd_function_does(path: str, arguments: str) -> None:
+    """Megatron looks at those of `forward` before it calls `apply`."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(f"apex.{module}"), name)
+    assert inspect.getfullargspec(found.forward).args == ["ctx", *arguments.split()]
+    assert callable(found.apply)
+
+
+def test_a_forward_is_its_apply() -> None:
+    from apex.fused_dense import FusedDenseFunc
+
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    assert torch.equal(FusedDenseFunc.forward(None, x, weight, bias=bias), FusedDenseFunc.apply(x, weight, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 from typing import Any
@@ -94,3 +95,25 @@ def test_what_is_named_as_a_replacement_exists() -> None:
                 importlib.import_module(module)
             holder = importlib.import_module(module)
             assert hasattr(holder, name) or importlib.util.find_spec(path), path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from apex import nothing",
+        "from apex.contrib import nothing",
+        "import apex.nothing",
+        "from apex.nothing import there",
+        "from amp_C import nothing",
+    ],
+)
+def test_importing_a_name_that_nobody_knows_says_whose_it_is(statement: str) -> None:
+    with pytest.raises(
+        ImportError, match=r"^fusestep does not serve \S+nothing; it is not among the names that fusestep"
+    ):
+        exec(statement, {})
+
+
+def test_asking_for_a_module_that_nobody_knows_is_answered() -> None:
+    assert importlib.util.find_spec("apex.nothing") is None
+    assert not hasattr(importlib.import_module("apex"), "nothing")

@@ -663,3 +663,65 @@ def test_schedulers_of_torch_drive_them() -> None:
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
     assert optimizers.__all__ == sorted(optimizers.__all__)
+
+
+counting = pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad])
+
+
+@counting
+def test_groups_show_how_many_steps_were_taken(kind: Any) -> None:
+    """BERT's schedule reads it: without a count its learning rate would stay where the warm-up begins."""
+    params = parameters()
+    optimizer = kind([{"params": params[:2]}, {"params": params[2:]}], **CLASSES[kind])
+    assert "step" not in optimizer.param_groups[0]
+    for step in range(1, 4):
+        give_gradients(params, step)
+        optimizer.step()
+        assert [int(group["step"]) for group in optimizer.param_groups] == [step, step]
+    if kind is FusedAdam:
+        assert type(optimizer.param_groups[0]["step"]) is int  # nothing on a device decides whether it counts
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients
+    later = torch.nn.Parameter(torch.randn(3))
+    optimizer.add_param_group({"params": [later]})
+    give_gradients([*params, later], 4)
+    optimizer.step()
+    assert [int(group["step"]) for group in optimizer.param_groups] == [4, 4, 1]
+    for same in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert [int(group["step"]) for group in same.param_groups] == [4, 4, 1]
+        give_gradients([p for group in same.param_groups for p in group["params"]], 5)
+        same.step()
+        assert [int(group["step"]) for group in same.param_groups] == [5, 5, 2]
+    other = kind([{"params": params[:2]}, {"params": params[2:]}, {"params": [later]}], **CLASSES[kind])
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["step"] for group in other.param_groups] == [4, 4, 1]
+
+
+@counting
+def test_a_step_that_a_script_puts_into_a_group_is_counted_from(kind: Any) -> None:
+    params = parameters()
+    optimizer = run(kind, CLASSES[kind], params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["step"] = torch.tensor([40]) if kind is FusedMixedPrecisionLamb else 40
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = kind(others, **CLASSES[kind])
+    other.load_state_dict(saved)
+    optimizer.param_groups[0]["step"] = 40
+    for members, one in ((params, optimizer), (others, other)):
+        give_gradients(members, 7)
+        one.step()
+        assert int(one.param_groups[0]["step"]) == int(one.state_dict()["param_groups"][0]["step"]) == 41
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_step_that_a_scaler_skips_is_not_shown() -> None:
+    params = parameters()
+    optimizer = run(FusedAdam, {}, params, range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor, wanted in ((1.0, 3), (math.inf, 3), (1.0, 4)):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in params) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert int(optimizer.param_groups[0]["step"]) == wanted

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fusestep import optim
+from fusestep.errors import UserError
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -221,3 +222,36 @@ def test_operations_on_lists_of_tensors(te: ModuleType) -> None:
     exact = torch.cat([t.flatten() for t in tensors]).double().norm()
     assert float(norm) == pytest.approx(float(exact), rel=1e-6)
     assert each.flatten().tolist() == pytest.approx([float(t.double().norm()) for t in tensors], rel=1e-6)
+
+
+def test_states_are_read_and_written_by_name(te: ModuleType) -> None:
+    """As scripts start masters from the values that FP8 weights had."""
+    with te.quantized_model_init(preserve_high_precision_init_val=True):
+        model = te.Linear(16, 8, bias=False, device="cpu", params_dtype=torch.bfloat16)
+    weight = model.weight
+    optimizer = te.optimizers.FusedAdam([weight], lr=0.1, master_weights=True)
+    optimizer.initialize_state(weight, False)
+    assert torch.equal(
+        optimizer.get_unscaled_state(weight, "master_param"), weight.get_high_precision_init_val().float()
+    )
+    wanted = torch.randn(8, 16)
+    optimizer.set_scaled_state(weight, "master_param", wanted)
+    optimizer.set_scaled_state(weight, "exp_avg_sq", torch.ones(8, 16))
+    weight.grad = torch.zeros(8, 16, dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.equal(optimizer.get_unscaled_state(weight, "master_param"), wanted)
+    torch.testing.assert_close(optimizer.get_unscaled_state(weight, "exp_avg_sq"), torch.full((8, 16), 0.999))
+    with pytest.raises(UserError, match="has no state 'momentum'; it has"):
+        optimizer.get_unscaled_state(weight, "momentum")
+
+
+def test_groups_show_how_many_steps_were_taken(te: ModuleType) -> None:
+    params = parameters()
+    optimizer = te.optimizers.FusedAdam(params, lr=0.01)
+    for step in range(1, 3):
+        backward(params, step)
+        optimizer.step()
+        assert optimizer.param_groups[0]["step"] == optimizer.state_dict()["param_groups"][0]["step"] == step
+    sgd = te.optimizers.FusedSGD(params, lr=0.01)
+    sgd.step()
+    assert "step" not in sgd.param_groups[0]

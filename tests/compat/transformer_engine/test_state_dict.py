@@ -121,6 +121,46 @@ def test_training_in_fp8_resumes_bit_for_bit(te: ModuleType, recipe: ModuleType)
     assert fourth.layernorm_mlp.fp8_state is not None
 
 
+@pytest.mark.parametrize("who", ["te", "apex"])
+def test_a_run_whose_optimizer_casts_the_weights_resumes_bit_for_bit(
+    te: ModuleType, recipe: ModuleType, who: str
+) -> None:
+    """From a state dict, by a copy and by a pickle; what fp8_meta shows is as new as the last step's amaxes."""
+    from apex.optimizers import FusedAdam
+
+    def run(model: Any, optimizer: Any, first: int, steps: int) -> list[float]:
+        losses = []
+        for number in range(first, first + steps):
+            x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(number))
+            with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=4)):
+                loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    kind = te.optimizers.FusedAdam if who == "te" else FusedAdam
+    model = layer(te)
+    optimizer = kind(model.parameters(), lr=0.02)
+    run(model, optimizer, 0, 4)
+    last = model.layernorm_mlp.fc1_weight.detach().abs().max()
+    run(model, optimizer, 4, 1)
+    history = model.layernorm_mlp.fp8_meta["scaling_fwd"].amax_history
+    assert not history[0].any()
+    assert history[-1, 1] == last != model.layernorm_mlp.fc1_weight.detach().abs().max()
+    others = [layer(te), copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    others[0].load_state_dict(in_memory(model.state_dict()))
+    state = in_memory(optimizer.state_dict())
+    wanted = run(model, optimizer, 5, 3)
+    for other in others:
+        again = kind(other.parameters(), lr=0.02)
+        again.load_state_dict(state)
+        assert run(other, again, 5, 3) == wanted
+        for one, same in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, same)
+
+
 def test_state_that_was_there_does_not_outlive_other_weights(te: ModuleType, recipe: ModuleType) -> None:
     model = layer(te)
     train(te, model, recipe.DelayedScaling(amax_history_len=4), 2, 1)

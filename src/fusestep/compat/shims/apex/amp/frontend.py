@@ -59,7 +59,8 @@ def initialize(
     Args:
         models, optimizers: one, or a list of them. Models come before their parallel wrappers.
         enabled: False returns both as they are, and scale_loss passes losses on.
-        opt_level: "O0" to "O3". O1 casts within the models' forward, and what leaves that is fp32.
+        opt_level: "O0" to "O3". O1 casts within the models' forward, and what leaves that is fp32. State dicts of O2's
+            models are fp32.
         cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale, cast_model_outputs: override the level's.
         patch_torch_functions: nothing but the level's own value.
         num_losses: loss scalers to keep. min_loss_scale, max_loss_scale: of dynamic ones.
@@ -108,6 +109,9 @@ def initialize(
             )
         if properties.cast_model_type is not None:
             _cast(model, properties)
+        if opt_level == "O2":
+            for module in model.modules():
+                module.register_state_dict_post_hook(_in_fp32)
         _wrap_forward(model, properties)
     for optimizer in steppers:
         optimizer._amp_backward = Backward(optimizer, properties.master_weights)
@@ -169,6 +173,13 @@ def _cast(model: nn.Module, properties: Properties) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(properties.cast_model_type))
+
+
+def _in_fp32(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Of a state dict: 16-bit weights as fp32, so that it loads anywhere."""
+    for key, value in state.items():
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            state[key] = value.float()
 
 
 def _wrap_forward(model: nn.Module, properties: Properties) -> None:

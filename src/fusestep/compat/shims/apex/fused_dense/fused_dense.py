@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fusestep.compat.implementation import Applied
 from fusestep.compat.report import served
 
 __all__ = [
@@ -44,19 +45,19 @@ def fused_dense_gelu_dense_function(
     return functional.linear(hidden, weight2, bias2)
 
 
-class FusedDenseFunc:
+class FusedDenseFunc(Applied):
     """`apply` is fused_dense_function."""
 
     apply = staticmethod(fused_dense_function)
 
 
-class DenseNoBiasFunc:
+class DenseNoBiasFunc(Applied):
     """`apply` is dense_no_bias_function."""
 
     apply = staticmethod(dense_no_bias_function)
 
 
-class FusedDenseGeluDenseFunc:
+class FusedDenseGeluDenseFunc(Applied):
     """`apply` is fused_dense_gelu_dense_function."""
 
     apply = staticmethod(fused_dense_gelu_dense_function)

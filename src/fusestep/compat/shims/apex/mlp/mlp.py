@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fusestep.compat.implementation import Applied
 from fusestep.compat.report import served
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
@@ -38,7 +39,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
     return x
 
 
-class MlpFunction:
+class MlpFunction(Applied):
     """`apply` is mlp_function."""
 
     apply = staticmethod(mlp_function)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusestep.compat.implementation import ServedModule, ran
+from fusestep.compat.implementation import Applied, ServedModule, ran
 from fusestep.nn import functional
 
 __all__ = [
@@ -166,73 +166,43 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return normed(input, normalized_shape, weight, None, eps, centred=False, mixed=True)
 
 
-# What Megatron-style code calls as an autograd.Function: `.apply` with the functions' arguments, eps required.
+# What Megatron-style code calls as an autograd.Function.
 
 
-class FusedLayerNormAffineFunction:
+class FusedLayerNormAffineFunction(Applied):
     """`apply` is fused_layer_norm_affine."""
 
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_layer_norm_affine)
 
 
-class FusedLayerNormAffineMixedDtypesFunction:
+class FusedLayerNormAffineMixedDtypesFunction(Applied):
     """`apply` is mixed_dtype_fused_layer_norm_affine."""
 
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
-class FusedLayerNormFunction:
+class FusedLayerNormFunction(Applied):
     """`apply` is fused_layer_norm."""
 
-    @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
-        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_layer_norm)
 
 
-class FusedRMSNormAffineFunction:
+class FusedRMSNormAffineFunction(Applied):
     """`apply` is fused_rms_norm_affine."""
 
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_rms_norm_affine)
 
 
-class FusedRMSNormAffineMixedDtypesFunction:
+class FusedRMSNormAffineMixedDtypesFunction(Applied):
     """`apply` is mixed_dtype_fused_rms_norm_affine."""
 
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
-class FusedRMSNormFunction:
+class FusedRMSNormFunction(Applied):
     """`apply` is fused_rms_norm."""
 
-    @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
-        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+    apply = staticmethod(fused_rms_norm)
 
 
 # The modules. Like Apex's, and unlike fusestep.nn's, they are no nn.LayerNorm.

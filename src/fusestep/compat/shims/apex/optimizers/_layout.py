@@ -1,4 +1,4 @@
-"""What Apex's optimizers do beside stepping: zero_grad by an attribute, and states with one step count a group.
+"""What Apex's optimizers share: states with one step count a group.
 
 fusestep counts steps for each parameter, as torch does. A state dict has Apex's layout: `step` in each group, and in a
 parameter's own state only where it differs from its group's. One that Apex saved loads. What Apex has not is beside
@@ -8,17 +8,13 @@ that, and it passes over it: `master_param`, the fp32 masters, and `step_counts`
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from fusestep.compat.implementation import choice
 from fusestep.compat.report import not_served, served
-
-if TYPE_CHECKING:
-    from fusestep.optim.base import FusedOptimizer as Base
-else:
-    Base = object
+from fusestep.compat.stepping import DropInOptimizer
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
@@ -36,26 +32,20 @@ def clipping(max_grad_norm: float | None) -> float:
     return max_grad_norm or math.inf
 
 
-class ApexOptimizer(Base):
+class ApexOptimizer(DropInOptimizer):
     """Mixed into each of fusestep's optimizers.
 
     Attributes:
         SERVED_BY: the fusestep class behind it.
         group_options: the options that Apex keeps in groups, and so saves.
-        counts_steps: whether Apex counts steps.
         saves_tensors: whether Apex keeps `step` and `lr` of its groups on the device, also when not capturable.
         op: the op behind it.
-        own_attributes: what a pickle keeps beside fusestep's.
-        set_grad_none: what zero_grad does when it is not told: gradients become None, or 0.
     """
 
     SERVED_BY: ClassVar[str]
     group_options: ClassVar[tuple[str, ...]]
-    counts_steps: ClassVar[bool] = True
     saves_tensors: ClassVar[bool] = False
     op: ClassVar[str]
-    own_attributes: ClassVar[tuple[str, ...]] = ("set_grad_none",)
-    set_grad_none: bool
 
     def _served(self, set_grad_none: bool) -> None:
         """The end of every constructor."""
@@ -75,13 +65,6 @@ class ApexOptimizer(Base):
                 served(name, f"{self.SERVED_BY}, {choice(self.op, first).implementation}")
 
         self.register_step_pre_hook(tell)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self.own_attributes}}
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear every gradient; to None or to 0 as `set_grad_none` says, unless told here."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """In Apex's layout; reading the counts waits for the device."""

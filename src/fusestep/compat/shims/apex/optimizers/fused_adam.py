@@ -9,8 +9,8 @@ import torch
 from amp_C import multi_tensor_adam
 
 from apex.optimizers._layout import ApexOptimizer, refuse_amsgrad
-from apex.optimizers._scaler import scaled_by, without_hooks
 from fusestep import optim
+from fusestep.compat.stepping import without_hooks
 
 __all__ = ["FusedAdam"]
 
@@ -83,6 +83,5 @@ class FusedAdam(ApexOptimizer, optim.FusedAdam):
                 "FusedAdam.step takes no grads, output_params, scale or grad_norms, as in newer Apex; let "
                 "torch.amp.GradScaler unscale, and torch.nn.utils.clip_grad_norm_ clip."
             )
-        with scaled_by(self, scaler):
-            loss: float | None = without_hooks(super().step)(closure)
+        loss: float | None = without_hooks(super().step)(closure, **scaler)
         return loss

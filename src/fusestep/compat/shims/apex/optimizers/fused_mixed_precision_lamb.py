@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex.optimizers._layout import ApexOptimizer, clipping, refuse_amsgrad
-from apex.optimizers._scaler import scaled_by, without_hooks
 from fusestep import optim
 
 __all__ = ["FusedMixedPrecisionLamb"]
@@ -67,20 +66,6 @@ class FusedMixedPrecisionLamb(ApexOptimizer, optim.FusedLAMB):
             master_weights=True,
         )
         self._served(set_grad_none=True)
-
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, **scaler: Any
-    ) -> float | None:
-        """One step; see fusestep.optim.FusedLAMB.step.
-
-        Args:
-            closure: computes the loss and gradients.
-            scaler: `grad_scaler=`, a torch.amp.GradScaler. A named argument would make torch warn that it is outdated;
-                `scaler.step(optimizer)` needs none.
-        """
-        with scaled_by(self, scaler):
-            loss: float | None = without_hooks(super().step)(closure)
-        return loss
 
     def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         self.state[parameter].setdefault("step", torch.tensor(self._first_step))

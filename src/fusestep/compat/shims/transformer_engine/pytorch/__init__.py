@@ -127,5 +127,7 @@ NOT_SERVED = {
     **tensor.NOT_SERVED,
 }
 __getattr__ = module_getattr(
-    __name__, NOT_SERVED, submodules=("cross_entropy", "export", "float8_tensor", "graph", "transformer")
+    __name__,
+    NOT_SERVED,
+    submodules=("cross_entropy", "export", "float8_tensor", "graph", "quantized_tensor", "transformer"),
 )

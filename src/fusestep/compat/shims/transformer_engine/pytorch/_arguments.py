@@ -188,11 +188,18 @@ def own_randomness(tracker: Callable[[], Any] | None, name: str | None = None) -
         yield
 
 
-def accumulate_into_main_grad(module: nn.Module, names: list[str]) -> None:
-    """For fuse_wgrad_accumulation: gradients of these weights go to their `main_grad`."""
-    for name in names:
-        weight = getattr(module, name)
-        weight.register_post_accumulate_grad_hook(_add_to_main_grad)
+def accumulate_into_main_grad(module: nn.Module) -> None:
+    """For fuse_wgrad_accumulation: gradients of the module's own weights go to their `main_grad`."""
+    module.register_forward_pre_hook(_have_weights_accumulate)
+    _have_weights_accumulate(module)
+
+
+def _have_weights_accumulate(module: nn.Module, *_: Any) -> None:
+    """Before each forward too, as the weights of a copy, a pickle or a module that left `meta` are new tensors."""
+    for weight in module.parameters(recurse=False):
+        hooks = weight._post_accumulate_grad_hooks or {}
+        if weight.dim() == 2 and weight.requires_grad and _add_to_main_grad not in hooks.values():
+            weight.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 
 @torch.no_grad()
@@ -203,7 +210,12 @@ def _add_to_main_grad(weight: torch.Tensor) -> None:
             "fuse_wgrad_accumulation: a weight has no main_grad to add its gradient to; give each weight a tensor "
             "weight.main_grad of its shape before backward, or leave the argument out."
         )
-    if weight.grad is not None:
-        main.add_(weight.grad)
+    if weight.grad is None:
+        return
+    main.add_(weight.grad)
+    if hasattr(weight, "grad_added_to_main_grad"):
+        # Megatron's, whose hooks ask whether there is a gradient and must not add it again.
+        weight.grad_added_to_main_grad = True
+        weight.grad.zero_()
+    else:
         weight.grad = None
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # what Megatron's hooks look at

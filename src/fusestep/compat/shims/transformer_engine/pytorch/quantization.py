@@ -12,6 +12,7 @@ import torch
 from fusestep import fp8
 from fusestep.compat.names import module_getattr
 from fusestep.compat.report import served
+from fusestep.compat.stepping import renew_scales
 from fusestep.fp8 import context
 from fusestep.fp8.model_init import asked
 from transformer_engine.common.recipe import (
@@ -382,6 +383,4 @@ class FP8GlobalStateManager(metaclass=_StateOfRegion):
                 stacklevel=2,
             )
             return
-        # A region rolls as it begins.
-        with torch.enable_grad(), fp8.fp8_autocast():
-            pass
+        renew_scales()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusestep.compat.implementation import by_torch
+from fusestep.compat.implementation import Applied, by_torch
 from fusestep.errors import UserError
 
 __all__ = ["FocalLoss", "focal_loss"]
@@ -54,20 +54,7 @@ def focal_loss(
     return counted.sum() / num_positive_sum.reshape(())
 
 
-class FocalLoss:
+class FocalLoss(Applied):
     """`apply` is focal_loss."""
 
-    @staticmethod
-    def apply(
-        cls_output: Tensor,
-        cls_targets_at_level: Tensor,
-        num_positives_sum: Tensor,
-        num_real_classes: int,
-        alpha: float,
-        gamma: float,
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        """See focal_loss."""
-        return focal_loss(
-            cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing
-        )
+    apply = staticmethod(focal_loss)

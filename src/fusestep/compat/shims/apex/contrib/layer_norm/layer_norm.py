@@ -6,19 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from apex.normalization.fused_layer_norm import normed
-from fusestep.compat.implementation import ServedModule, ran
+from fusestep.compat.implementation import Applied, ServedModule, ran
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 
 
-class FastLayerNormFN:
+def _fast_layer_norm(
+    x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, memory_efficient: bool = False
+) -> Tensor:
+    """LayerNorm over the last dimension; y in gamma's dtype."""
+    ran("apex.contrib.layer_norm.FastLayerNormFN", "fusestep.nn.functional.layer_norm", "layer_norm", x)
+    return normed(x, gamma.shape, gamma, beta, epsilon, centred=True, memory_efficient=memory_efficient, mixed=True)
+
+
+class FastLayerNormFN(Applied):
     """`apply` is the module's function."""
 
-    @staticmethod
-    def apply(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, memory_efficient: bool = False) -> Tensor:
-        """LayerNorm over the last dimension; y in gamma's dtype."""
-        ran("apex.contrib.layer_norm.FastLayerNormFN", "fusestep.nn.functional.layer_norm", "layer_norm", x)
-        return normed(x, gamma.shape, gamma, beta, epsilon, centred=True, memory_efficient=memory_efficient, mixed=True)
+    apply = staticmethod(_fast_layer_norm)
 
 
 class FastLayerNorm(ServedModule):

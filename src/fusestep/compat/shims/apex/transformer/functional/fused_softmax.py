@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex.transformer.enums import AttnMaskType
-from fusestep.compat.implementation import by_torch
+from fusestep.compat.implementation import Applied, by_torch
 from fusestep.errors import UserError
 
 __all__ = [
@@ -46,19 +46,20 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
     return _softmax(inputs, _causal(inputs), scale)
 
 
-class ScaledMaskedSoftmax:
+class ScaledMaskedSoftmax(Applied):
     """`apply` is scaled_masked_softmax."""
 
     apply = staticmethod(scaled_masked_softmax)
 
 
-class ScaledUpperTriangMaskedSoftmax:
-    """`apply` is scaled_upper_triang_masked_softmax."""
+def _causal_softmax(inputs: Tensor, scale: float) -> Tensor:
+    return scaled_upper_triang_masked_softmax(inputs, None, scale)
 
-    @staticmethod
-    def apply(inputs: Tensor, scale: float) -> Tensor:
-        """Of (…, queries, keys)."""
-        return scaled_upper_triang_masked_softmax(inputs, None, scale)
+
+class ScaledUpperTriangMaskedSoftmax(Applied):
+    """`apply` is scaled_upper_triang_masked_softmax, without its second argument."""
+
+    apply = staticmethod(_causal_softmax)
 
 
 class FusedScaleMaskSoftmax(nn.Module):

@@ -49,8 +49,7 @@ def configure(
         if isinstance(part, DotProductAttention):
             part.bottom_right_diagonal, part._tracker = bottom_right, tracker
         elif accumulates and isinstance(part, (nn.Linear, nn.LayerNormMLP)):
-            weights = [name for name, p in part.named_parameters(recurse=False) if p.dim() == 2]
-            accumulate_into_main_grad(part, weights)
+            accumulate_into_main_grad(part)
 
 
 @contextmanager

@@ -80,9 +80,12 @@ def _rolled(state: Slots) -> Slots:
     if context.current() is not None:
         return state
     shown = copy.deepcopy(state)
-    pending = Pending()
-    pending.add(shown)
-    pending.roll()
+    if state.is_pending:
+        pending = Pending()
+        pending.add(shown)
+        pending.roll()
+    else:
+        shown.amax.zero_()
     return shown
 
 

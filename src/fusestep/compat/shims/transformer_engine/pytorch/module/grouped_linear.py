@@ -76,7 +76,7 @@ class GroupedLinear(TransformerEngineBaseModule, nn.GroupedLinear):
                 name=name,
             )
         if fuse_wgrad_accumulation:
-            accumulate_into_main_grad(self, [f"weight{i}" for i in range(num_gemms)])
+            accumulate_into_main_grad(self)
         self._announce()
 
     def forward(

@@ -85,7 +85,7 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
                 name=name,
             )
         if fuse_wgrad_accumulation:
-            accumulate_into_main_grad(self, [part + "weight" for part in self.parts])
+            accumulate_into_main_grad(self)
         self._announce()
 
     def forward(  # type: ignore[override]

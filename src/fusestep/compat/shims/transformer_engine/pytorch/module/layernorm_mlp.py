@@ -98,7 +98,7 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
             )
         self.checkpoint = checkpoint
         if fuse_wgrad_accumulation:
-            accumulate_into_main_grad(self, ["fc1_weight", "fc2_weight"])
+            accumulate_into_main_grad(self)
         self._announce()
 
     def forward(  # type: ignore[override]

@@ -78,7 +78,7 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
                 name=name,
             )
         if fuse_wgrad_accumulation:
-            accumulate_into_main_grad(self, [part + "weight" for part in self.parts])
+            accumulate_into_main_grad(self)
         self._announce()
 
     def forward(

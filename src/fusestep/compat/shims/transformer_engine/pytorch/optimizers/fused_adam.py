@@ -6,17 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusestep import optim
 from fusestep.compat.report import not_served, served
-from transformer_engine.pytorch.optimizers._interface import ScaledStep
+from fusestep.compat.stepping import DropInOptimizer
+from fusestep.errors import UserError
 
 __all__ = ["FusedAdam"]
 
 _NAME = "transformer_engine.pytorch.optimizers.FusedAdam"
 
 
-class FusedAdam(ScaledStep, optim.FusedAdam):
+class FusedAdam(DropInOptimizer, optim.FusedAdam):
     """Adam and AdamW in one launch; see fusestep.optim.FusedAdam.
 
     State dicts have Transformer Engine's layout, with the step counted in the group. Parameters whose own count differs
@@ -78,13 +80,37 @@ class FusedAdam(ScaledStep, optim.FusedAdam):
         )
         served(_NAME, self.SERVED_BY)
 
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:  # noqa: ARG002
+        """Give a parameter its state before its first step; the master starts from the value before a cast to FP8."""
+        group = next(group for group in self.param_groups if any(p is param for p in group["params"]))
+        self._complete_state(param, group)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """exp_avg, exp_avg_sq or master_param of a parameter, in fp32."""
+        return self._named_state(param, state_name).float()
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Write exp_avg, exp_avg_sq or master_param of a parameter."""
+        with torch.no_grad():
+            self._named_state(param, state_name).copy_(unscaled_state)
+
+    def _named_state(self, param: Tensor, name: str) -> Tensor:
+        if name not in self.state.get(param, {}):
+            self.initialize_state(param)
+        found: Tensor | None = self.state[param].get(name)
+        if found is None:
+            raise UserError(
+                f"FusedAdam: a parameter of {param.dtype} has no state {name!r}; it has {', '.join(self.state[param])}."
+            )
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """exp_avg, exp_avg_sq and master_param of each parameter; `step` in its group."""
         saved: dict[str, Any] = super().state_dict()
         for group in saved["param_groups"]:
             members = [saved["state"][key] for key in group["params"] if "step" in saved["state"].get(key, ())]
             counts = [int(member["step"]) for member in members]
-            group["step"] = max(counts, default=0)
+            group["step"] = max(counts, default=int(group.get("step", 0)))
             for member, count in zip(members, counts, strict=True):
                 if count == group["step"]:
                     del member["step"]

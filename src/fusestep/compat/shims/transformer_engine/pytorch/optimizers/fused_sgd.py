@@ -7,15 +7,16 @@ from typing import Any
 
 from fusestep import optim
 from fusestep.compat.report import served
-from transformer_engine.pytorch.optimizers._interface import ScaledStep
+from fusestep.compat.stepping import DropInOptimizer
 
 __all__ = ["FusedSGD"]
 
 
-class FusedSGD(ScaledStep, optim.FusedSGD):
+class FusedSGD(DropInOptimizer, optim.FusedSGD):
     """SGD with momentum in one launch; see fusestep.optim.FusedSGD. Each parameter knows whether it was stepped."""
 
     SERVED_BY = "fusestep.optim.FusedSGD"
+    counts_steps = False
 
     def __init__(
         self,
