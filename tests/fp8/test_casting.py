@@ -12,6 +12,7 @@ from fusestep.fp8 import DelayedScaling
 from fusestep.fp8.casting import recording_casts
 from fusestep.fp8.state import Slots
 from fusestep.ops.activation import activation_backward_reference, activation_reference
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.quantize_reference import quantize_reference
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def state() -> Slots:
 
 
 def wanted(values: Tensor, index: int, dtype: torch.dtype, slots: Tensor, column_sums: bool = False) -> Any:
-    return quantize_reference(values, slots, index, dtype, True, True, True, 0, False, None, column_sums)
+    return quantize_reference(values, slots, CastOptions(index, dtype, True, True, True), None, column_sums)
 
 
 @pytest.mark.interpreter

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusestep.nn.functional import layer_norm, rms_norm
 from fusestep.ops import norm_backward, norm_forward, norm_ops
-from fusestep.ops.norm_ops import row_stride
+from fusestep.ops.layouts import row_stride
 
 EPS = 1e-5
 #: The interpreter truncates where hardware rounds to bf16: one unit in the last place instead of half.

@@ -13,6 +13,7 @@ from fusestep.errors import UserError
 from fusestep.language import interpreted
 from fusestep.ops import norm_forward, norm_quantize_kernel
 from fusestep.ops import norm_quantize as module
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.norm_ops import norm_backward
 from fusestep.ops.norm_quantize import norm_quantize, norm_quantize_op, norm_quantize_reference
 from fusestep.ops.quantized import padded
@@ -99,7 +100,8 @@ def check(
     assert cpu[0] is not None
     cpu_output = torch.empty(shape, dtype=element)
     truth, scale_inv, true_total, true_statistics = norm_quantize_reference(
-        cpu[0], *cpu[1:], EPS, centred, cpu_slots, 1, dtype, True, 1, False, cpu_counts, cpu_output
+        *(cpu[0], *cpu[1:], EPS, centred, cpu_slots),
+        *(CastOptions(1, dtype, record=True, margin=1), cpu_counts, cpu_output),
     )
     check_same_bytes(data, truth)
     torch.testing.assert_close(slots.cpu(), cpu_slots, rtol=2e-6, atol=0.0)
@@ -189,7 +191,7 @@ def check_strides(device: torch.device, width: int) -> None:
         assert dense[0] is not None
         quantized, _, _ = norm_quantize(*parameters, EPS, True, slots, 1, E4M3)
         truth, *_ = norm_quantize_reference(
-            dense[0], *dense[1:], EPS, True, slots_of(torch.device("cpu"), E4M3), 1, E4M3, False, 0, False, None, None
+            *(dense[0], *dense[1:], EPS, True, slots_of(torch.device("cpu"), E4M3), CastOptions(1, E4M3), None, None)
         )
         assert quantized.data is not None
         check_same_bytes(quantized.data, truth)

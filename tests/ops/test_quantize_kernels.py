@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusestep.ops import quantize_kernel, quantize_ops, quantize_plan
+from fusestep.ops import quantize_launch, quantize_ops, quantize_plan
 from fusestep.ops.activation import activation_backward_reference, activation_reference, is_gated
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_ops import run_quantize
 from fusestep.ops.quantize_reference import quantize_reference
@@ -21,10 +22,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.fixture
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles, and fewer programs of the amax pass than tiles."""
-    monkeypatch.setattr(quantize_kernel, "quantize_launch", lambda *_: quantize_kernel.TileLaunch(16, 16, 4, 2))
-    monkeypatch.setattr(quantize_kernel, "transpose_launch", lambda: quantize_kernel.TileLaunch(16, 16, 4))
-    monkeypatch.setattr(quantize_kernel, "amax_launch", lambda _: quantize_kernel.TileLaunch(8, 8, 4))
-    monkeypatch.setattr(quantize_kernel, "AMAX_PROGRAMS", 1)
+    monkeypatch.setattr(quantize_launch, "quantize_launch", lambda *_: quantize_launch.TileLaunch(16, 16, 4, 2))
+    monkeypatch.setattr(quantize_launch, "transpose_launch", lambda: quantize_launch.TileLaunch(16, 16, 4))
+    monkeypatch.setattr(quantize_launch, "amax_launch", lambda _: quantize_launch.TileLaunch(8, 8, 4))
+    monkeypatch.setattr(quantize_launch, "AMAX_PROGRAMS", 1)
     monkeypatch.setattr(quantize_plan, "_plans", {})
     monkeypatch.setattr(quantize_ops, "_transposes", {})
 
@@ -52,9 +53,9 @@ def check(
     found_slots, slots = (torch.zeros(2, 4, device=x.device) for _ in range(2))
     found_slots[1, 0] = slots[1, 0] = scale
     found_counts, counts = (torch.zeros(2, 3, dtype=torch.int64, device=x.device) for _ in range(2))
-    options = (1, dtype, True, True, record, margin, power_of_two)
-    found = run_quantize(x, h, name, found_slots, *options, found_counts, True)
-    wanted = quantize_reference(values, slots, *options, counts, True)
+    options = CastOptions(1, dtype, True, True, record, margin, power_of_two)
+    found = run_quantize(x, h, name, found_slots, options, found_counts, True)
+    wanted = quantize_reference(values, slots, options, counts, True)
     for value, exact in zip(found[:2], wanted[:2], strict=True):
         difference = as_bytes(value) - as_bytes(exact)
         assert int(difference.abs().max()) <= (1 if name else 0)
@@ -123,9 +124,9 @@ def test_every_code_every_midpoint_and_what_is_not_finite(dtype: torch.dtype) ->
     x = torch.cat([codes, middle, *beside, odd])[None]
     slots = torch.zeros(1, 4)
     slots[0, 0] = 1.0
-    options = (0, dtype, True, True, True, 0, False, None, False)
-    found = run_quantize(x, None, "", slots.clone(), *options)
-    wanted = quantize_reference(x, slots.clone(), *options)
+    options = CastOptions(0, dtype, True, True, record=True)
+    found = run_quantize(x, None, "", slots.clone(), options, None, False)
+    wanted = quantize_reference(x, slots.clone(), options, None, False)
     assert torch.equal(as_bytes(found[0]), as_bytes(wanted[0]))
 
 
@@ -133,9 +134,9 @@ def test_every_code_every_midpoint_and_what_is_not_finite(dtype: torch.dtype) ->
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_kernels_at_their_own_launches(columnwise: bool) -> None:
     x = torch.randn(5, 70)
-    options = (0, E4M3, True, columnwise, True, 0, False, None, False)
-    found = run_quantize(x, None, "", torch.zeros(1, 4), *options)
-    wanted = quantize_reference(x, torch.zeros(1, 4), *options)
+    options = CastOptions(0, E4M3, True, columnwise, record=True)
+    found = run_quantize(x, None, "", torch.zeros(1, 4), options, None, False)
+    wanted = quantize_reference(x, torch.zeros(1, 4), options, None, False)
     assert torch.equal(as_bytes(found[0]), as_bytes(wanted[0]))
 
 
@@ -162,9 +163,9 @@ def test_device_bytes_at_every_launch(
 @given(rows=st.integers(1, 10**6), columns=st.integers(1, 10**6), columnwise=st.booleans(), column_sums=st.booleans())
 def test_launches_are_lawful(rows: int, columns: int, columnwise: bool, column_sums: bool) -> None:
     for choice in (
-        quantize_kernel.quantize_launch(columnwise, column_sums),
-        quantize_kernel.amax_launch(columns),
-        quantize_kernel.transpose_launch(),
+        quantize_launch.quantize_launch(columnwise, column_sums),
+        quantize_launch.amax_launch(columns),
+        quantize_launch.transpose_launch(),
     ):
         assert choice.rows & (choice.rows - 1) == choice.columns & (choice.columns - 1) == 0
         assert choice.rows * choice.columns <= 65536

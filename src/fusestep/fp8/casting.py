@@ -30,10 +30,12 @@ from fusestep.fp8.recipes import (
 from fusestep.fp8.state import Slots
 from fusestep.ops.activation import activation_backward, activation_forward, run_activation
 from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.cast_options import CastOptions
+from fusestep.ops.layouts import keep
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
-from fusestep.ops.norm_quantize import norm_quantize
+from fusestep.ops.norm_quantize import cast_norm
 from fusestep.ops.planned_product import PlannedProduct, fits
-from fusestep.ops.quantize import _cast as cast
+from fusestep.ops.quantize import cast
 from fusestep.ops.quantize_pair import PairPlan, plan_pair
 from fusestep.ops.quantize_plan import CastPlan, check_quantize, plan_cast, runs_kernels
 from fusestep.ops.quantized import Quantized
@@ -161,14 +163,12 @@ class Casts:
 class _TensorwiseCasts(Casts):
     """One scale a tensor: what delayed and current scaling share, which is all but where the slots come from."""
 
-    record = False
-    margin = 0
-    power_of_two = False
     counts: Tensor | None = None
     slots: Tensor | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, record: bool = False, margin: int = 0, power_of_two: bool = False) -> None:
         super().__init__(recipe)
+        self._scaling = record, margin, power_of_two
         self._plans: dict[tuple[Any, ...], CastPlan] = {}
         self._pairs: dict[tuple[Any, ...], PairPlan | None] = {}
         self._products: dict[tuple[Any, ...], PlannedProduct | None] = {}
@@ -193,9 +193,7 @@ class _TensorwiseCasts(Casts):
             layouts = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype)
             key = (layouts, indices, columnwise)
             if key not in self._pairs:
-                if len(self._pairs) >= MOST_PLANS:
-                    self._pairs.clear()
-                self._pairs[key] = self._first_pair(x, weight, indices, columnwise)
+                keep(self._pairs, key, self._first_pair(x, weight, indices, columnwise), MOST_PLANS)
             pair = self._pairs[key]
             if pair is not None:
                 return pair(x, weight, self.slots, self.counts)
@@ -222,9 +220,7 @@ class _TensorwiseCasts(Casts):
             if fits(x, weight, bias, dtype):
                 pair = self._first_pair(x, weight, indices, columnwise, right=True)
                 product = None if pair is None else PlannedProduct(pair, dtype, x.dtype, weight.dtype)
-            if len(self._products) >= MOST_PLANS:
-                self._products.clear()
-            self._products[key] = product
+            keep(self._products, key, product, MOST_PLANS)
         return product
 
     def _first_pair(
@@ -236,12 +232,12 @@ class _TensorwiseCasts(Casts):
         right: bool = False,
     ) -> PairPlan | None:
         """The plan of casting both; None where each is cast by itself."""
-        scaling = (self.record, self.margin, self.power_of_two)
-        for matrix, index, transposed in zip((x, weight), indices, columnwise, strict=True):
-            options = (self.slots, index, self.forward_dtype, True, transposed, *scaling, self.counts, False)
-            check_quantize(matrix, None, "", *options)
-        of = (indices, self.forward_dtype, columnwise, self.slots, *scaling, self.counts)
-        return plan_pair(x, weight, *of, right=right)
+        dtype, scaling, slots, counts = self.forward_dtype, self._scaling, self.slots, self.counts
+        of_x = CastOptions(indices[0], dtype, True, columnwise[0], *scaling)
+        of_weight = CastOptions(indices[1], dtype, True, columnwise[1], *scaling)
+        check_quantize(x, None, "", slots, of_x, counts)
+        check_quantize(weight, None, "", slots, of_weight, counts)
+        return plan_pair(x, weight, (of_x, of_weight), slots, counts, right=right)
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         key = (index, columnwise, h.shape, h.stride(), h.dtype, h.device, name)
@@ -261,20 +257,9 @@ class _TensorwiseCasts(Casts):
         keep_output: bool = False,
     ) -> Normed:
         slots, place = self._slots(index, x)
+        options = CastOptions(place, self.forward_dtype, True, False, *self._scaling)
         output = torch.empty(x.shape, dtype=dtype, device=x.device) if keep_output else None
-        quantized, total, statistics = norm_quantize(
-            x,
-            residual,
-            *norm,
-            slots,
-            place,
-            self.forward_dtype,
-            record=self.record,
-            margin=self.margin,
-            power_of_two=self.power_of_two,
-            counts=self.counts,
-            output=output,
-        )
+        quantized, total, statistics = cast_norm(x, residual, *norm, slots, options, self.counts, output)
         return Normed(quantized, total, statistics, output)
 
     def gradient(
@@ -316,19 +301,16 @@ class _TensorwiseCasts(Casts):
         sums_dtype: torch.dtype | None,
     ) -> tuple[Quantized, Tensor | None]:
         """Cast x, or name(x), or the gradient of h from x, that of name(h); keep the plan, if kernels do it."""
-        options = (self.record, self.margin, self.power_of_two)
-        what, of = (x, h, name), (dtype, rowwise, columnwise)
-        plan = None
         if runs_kernels(x):
-            plan = plan_cast(*what, self.slots, index, *of, *options, self.counts, sums_dtype)
-        if plan is None:
-            slots, place = self._slots(index, x)
-            quantized, sums = cast(*what, slots, place, *of, *options, self.counts, sums_dtype is not None)
-            return quantized, None if sums is None else sums.to(sums_dtype)
-        if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan(x, h, self.slots, self.counts)
+            options = CastOptions(index, dtype, rowwise, columnwise, *self._scaling)
+            plan = plan_cast(x, h, name, self.slots, options, self.counts, sums_dtype)
+            if plan is not None:
+                keep(self._plans, key, plan, MOST_PLANS)
+                return plan(x, h, self.slots, self.counts)
+        slots, place = self._slots(index, x)
+        options = CastOptions(place, dtype, rowwise, columnwise, *self._scaling)
+        quantized, sums = cast(x, h, name, slots, options, self.counts, sums_dtype is not None)
+        return quantized, None if sums is None else sums.to(sums_dtype)
 
 
 class DelayedCasts(_TensorwiseCasts):
@@ -339,16 +321,15 @@ class DelayedCasts(_TensorwiseCasts):
     """
 
     def __init__(self, recipe: DelayedScaling, slots: Tensor, counts: Tensor | None, record: bool) -> None:
-        super().__init__(recipe)
-        self.margin, self.slots, self.counts, self.record = recipe.margin, slots, counts, record
+        super().__init__(recipe, record, recipe.margin)
+        self.slots, self.counts = slots, counts
 
 
 class CurrentCasts(_TensorwiseCasts):
     """Scales from the tensors themselves: without slots, or with an empty one for each cast."""
 
     def __init__(self, recipe: Float8CurrentScaling) -> None:
-        super().__init__(recipe)
-        self.power_of_two = recipe.use_power_2_scales
+        super().__init__(recipe, power_of_two=recipe.use_power_2_scales)
 
 
 class BlockCasts(Casts):

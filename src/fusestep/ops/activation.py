@@ -37,7 +37,7 @@ from fusestep.ops.activation_kernel import (
     _activation_kernel,
     prepare_activation,
 )
-from fusestep.ops.norm_ops import row_stride
+from fusestep.ops.layouts import row_stride
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
 #: Each activation's name, with the function of x, or of the gate a, that it is made of.

@@ -29,7 +29,7 @@ from fusestep.ops.activation import (
 )
 from fusestep.ops.activation_kernel import TILE, gated_gradients, gated_value
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.norm_ops import row_stride
+from fusestep.ops.layouts import row_stride
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
 #: The names that `gated_activation` knows.

@@ -25,9 +25,31 @@ def layout(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, tr
     return made
 
 
-def keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
-    """Enter a value, which is returned, emptying a dictionary that holds MOST: shapes may never repeat."""
-    if len(known) >= MOST:
+def row_stride(x: Tensor, width: int) -> int | None:
+    """Elements from one row of x, seen as (rows, width), to the next; None if x cannot be seen so without a copy."""
+    if x.is_contiguous():
+        return width
+    covered, stride = 1, None
+    for size, step in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if size == 1:
+            continue
+        if covered < width:  # inside a row: contiguous
+            if step != covered:
+                return None
+        elif stride is None:
+            stride = step
+            next_step = step * size
+        elif step != next_step:
+            return None
+        else:
+            next_step = step * size
+        covered *= size
+    return width if stride is None else stride
+
+
+def keep(known: dict[Any, Any], key: Any, value: Any, most: int = MOST) -> Any:
+    """Enter a value, which is returned, emptying a dictionary that holds `most`: shapes may never repeat."""
+    if len(known) >= most:
         known.clear()
     known[key] = value
     return value

@@ -20,33 +20,11 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import keep, layout
+from fusestep.ops.layouts import keep, layout, row_stride
 from fusestep.ops.norm_backward import BackwardLaunches, prepare_backward
 from fusestep.ops.norm_forward import prepare_forward
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference, statistics_columns
 from fusestep.ops.registry import define
-
-
-def row_stride(x: Tensor, width: int) -> int | None:
-    """Elements from one row of x, seen as (rows, width), to the next; None if x cannot be seen so without a copy."""
-    if x.is_contiguous():
-        return width
-    covered, stride = 1, None
-    for size, step in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if size == 1:
-            continue
-        if covered < width:  # inside a row: contiguous
-            if step != covered:
-                return None
-        elif stride is None:
-            stride = step
-            next_step = step * size
-        elif step != next_step:
-            return None
-        else:
-            next_step = step * size
-        covered *= size
-    return width if stride is None else stride
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

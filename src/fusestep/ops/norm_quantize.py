@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
-from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.layouts import keep
-from fusestep.ops.norm_ops import row_stride, sum_dtype
+from fusestep.ops.cast_options import CastOptions, check_options
+from fusestep.ops.dtypes import CASTABLE, dtype_name
+from fusestep.ops.layouts import keep, row_stride
+from fusestep.ops.norm_ops import sum_dtype
 from fusestep.ops.norm_quantize_kernel import Launches, compilations, prepare
 from fusestep.ops.norm_reference import forward_reference, statistics_columns
-from fusestep.ops.quantize_plan import CASTABLE, FP8
 from fusestep.ops.quantize_reference import quantize_reference
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
@@ -37,11 +37,7 @@ def norm_quantize_reference(
     eps: float,
     centred: bool,
     slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
     counts: Tensor | None,
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -54,9 +50,7 @@ def norm_quantize_reference(
         y, total, statistics = forward_reference(x, residual, weight, bias, width, eps, centred, torch.float32)
     if output is not None:
         output.copy_(y)
-    data, _, scale_inv, _ = quantize_reference(
-        y.reshape(_rows(x), width), slots, index, dtype, True, False, record, margin, power_of_two, counts, False
-    )
+    data, _, scale_inv, _ = quantize_reference(y.reshape(_rows(x), width), slots, options, counts, column_sums=False)
     assert data is not None
     return data, scale_inv, None if residual is None else total.contiguous(), statistics
 
@@ -88,27 +82,19 @@ def run_norm_quantize(
     eps: float,
     centred: bool,
     slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
     counts: Tensor | None,
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(data, scale_inv, x + residual or None, statistics), through the kernels or the reference."""
     device = x.device
-    options = (eps, index, dtype, record, margin, power_of_two)
-    key = (x.shape, x.stride(), x.dtype, device, centred, options, *map(_layout, (residual, weight, bias)))
+    key = (x.shape, x.stride(), x.dtype, device, centred, eps, options, *map(_layout, (residual, weight, bias)))
     key += (_layout(slots), _layout(counts), _layout(output))
     known = _known.get(key)
     if known is None or not dispatch.uses_triton(NAME, device):
-        _check(x, residual, weight, bias, slots, index, dtype, counts, output)
+        _check(x, residual, weight, bias, slots, options, counts, output)
         if x.numel() == 0 or not dispatch.uses_triton(NAME, device):
-            return norm_quantize_reference(
-                *(x, residual, weight, bias, eps, centred, slots, index, dtype),
-                *(record, margin, power_of_two, counts, output),
-            )
+            return norm_quantize_reference(x, residual, weight, bias, eps, centred, slots, options, counts, output)
         rows, width = _rows(x), x.shape[-1]
         x_stride = row_stride(x, width)
         residual_stride = width if residual is None else row_stride(residual, width)
@@ -119,14 +105,14 @@ def run_norm_quantize(
                 residual if residual is None or residual_stride is not None else residual.contiguous(),
                 None if weight is None else weight.contiguous(),
                 None if bias is None else bias.contiguous(),
-                *(eps, centred, slots, index, dtype, record, margin, power_of_two, counts, output),
+                *(eps, centred, slots, options, counts, output),
             )
         total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
         columns = statistics_columns(total_dtype, centred)
-        launches = prepare(device, rows, columns, width, x_stride, residual_stride, *options)
+        launches = prepare(device, rows, columns, width, x_stride, residual_stride, eps, options)
         known = _Known(total_dtype, (rows, columns), (padded(rows), padded(width)), launches)
         keep(_known, key, known)
-    data = torch.empty(known.data, dtype=dtype, device=device)
+    data = torch.empty(known.data, dtype=options.dtype, device=device)
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
     statistics = torch.empty(known.statistics, dtype=torch.float32, device=device)
     total = None if residual is None else torch.empty(x.shape, dtype=known.total, device=device)
@@ -145,16 +131,13 @@ def _norm_quantize(
     slots: Tensor,
     index: int,
     dtype: torch.dtype,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
-    counts: Tensor | None,
-    output: Tensor | None,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None: a sum that there is not is an empty tensor."""
+    *fields, counts, output = given
+    options = CastOptions(index, dtype, True, False, *fields)
     data, scale_inv, total, statistics = run_norm_quantize(
-        *(x, residual, weight, bias, eps, centred, slots, index, dtype),
-        *(record, margin, power_of_two, counts, output),
+        x, residual, weight, bias, eps, centred, slots, options, counts, output
     )
     return data, scale_inv, x.new_empty(0) if total is None else total, statistics
 
@@ -169,11 +152,7 @@ def _fake(
     slots: Tensor,  # noqa: ARG001
     index: int,  # noqa: ARG001
     dtype: torch.dtype,
-    record: bool,  # noqa: ARG001
-    margin: int,  # noqa: ARG001
-    power_of_two: bool,  # noqa: ARG001
-    counts: Tensor | None,  # noqa: ARG001
-    output: Tensor | None,  # noqa: ARG001
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, width = _rows(x), x.shape[-1]
     normed = x.dtype if residual is None else sum_dtype(x, residual)
@@ -226,13 +205,33 @@ def norm_quantize(
         as `norm_backward` takes them.
     Raises: UserError, before anything is written, for shapes, dtypes or devices that do not fit.
     """
-    arguments = (x, residual, weight, bias, eps, centred, slots, index, dtype)
-    options = (record, margin, power_of_two, counts, output)
+    options = CastOptions(index, dtype, True, False, record, margin, power_of_two)
+    return cast_norm(x, residual, weight, bias, eps, centred, slots, options, counts, output)
+
+
+def cast_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    slots: Tensor,
+    options: CastOptions,
+    counts: Tensor | None,
+    output: Tensor | None,
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """norm_quantize, for a caller that keeps the options, which ask for data only."""
     if not torch.compiler.is_compiling() and is_plain(x):
-        data, scale_inv, total, statistics = run_norm_quantize(*arguments, *options)
+        data, scale_inv, total, statistics = run_norm_quantize(
+            x, residual, weight, bias, eps, centred, slots, options, counts, output
+        )
     else:
-        _check(x, residual, weight, bias, slots, index, dtype, counts, output)
-        data, scale_inv, total, statistics = norm_quantize_op(*arguments, *options)
+        _check(x, residual, weight, bias, slots, options, counts, output)
+        index, dtype, _, _, *scaling = options
+        data, scale_inv, total, statistics = norm_quantize_op(
+            x, residual, weight, bias, eps, centred, slots, index, dtype, *scaling, counts, output
+        )
     quantized = Quantized((_rows(x), x.shape[-1]), data, None, scale_inv, scale_inv)
     return quantized, None if residual is None else total, statistics
 
@@ -250,14 +249,12 @@ def _check(
     weight: Tensor | None,
     bias: Tensor | None,
     slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
+    options: CastOptions,
     counts: Tensor | None,
     output: Tensor | None,
 ) -> None:
     """One sentence for what cannot be normalised and cast."""
-    if dtype not in FP8:
-        raise UserError(f"{NAME}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
+    check_options(NAME, options, slots, counts)
     if x.dim() == 0:
         raise UserError(f"{NAME}: x has no dimension; pass (…, columns).")
     row = x.shape[-1:]
@@ -276,15 +273,6 @@ def _check(
             raise UserError(f"{NAME}: {name} has dtype {tensor.dtype}; pass float32, bfloat16 or float16.")
     if output is not None and not output.is_contiguous():
         raise UserError(f"{NAME}: output is not contiguous; pass torch.empty(x.shape, …).")
-    for name, tensor, columns, wanted in (("slots", slots, 4, torch.float32), ("counts", counts, 3, torch.int64)):
-        if tensor is not None and (
-            tensor.shape != (slots.shape[0], columns) or tensor.dtype is not wanted or not tensor.is_contiguous()
-        ):
-            raise UserError(
-                f"{NAME}: {name} are {tuple(tensor.shape)} {tensor.dtype}; pass contiguous (n, {columns}) {wanted}."
-            )
-    if not 0 <= index < slots.shape[0]:
-        raise UserError(f"{NAME}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
     dispatch.one_device(
         NAME, x=x, residual=residual, weight=weight, bias=bias, slots=slots, counts=counts, output=output
     )

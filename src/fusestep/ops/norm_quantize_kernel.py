@@ -16,10 +16,10 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops import norm_forward
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.fp8_cast import (
     count_cast,
     fp8_code,
-    has_fp8_cast,
     magnitude_bits,
     raise_amax_bits,
     scaled_values,
@@ -27,6 +27,7 @@ from fusestep.ops.fp8_cast import (
 )
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_forward import load_columns, load_sum, normalised_tile, row_statistics, store_statistics
+from fusestep.ops.quantize_launch import cast_constants
 from fusestep.ops.quantized import PAD
 from fusestep.ops.registry import Compilation
 
@@ -239,40 +240,33 @@ def prepare(
     x_stride: int,
     residual_stride: int,
     eps: float,
-    index: int,
-    dtype: torch.dtype,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
 ) -> Launches:
     """The launches for these options; rows of x and of the residual are `x_stride` and `residual_stride` apart."""
     multiprocessors = hardware.multiprocessors(device.index or 0)
     choice = quantize_launch(width, multiprocessors)
-    numbers = (rows, x_stride, residual_stride, eps, index)
-    options: dict[str, Any] = {
+    numbers = (rows, x_stride, residual_stride, eps, options.slot)
+    constants: dict[str, Any] = {
         "WIDTH": width,
         "BLOCK": choice.block,
         "STAGES": choice.stages,
         "STATISTICS": statistics_columns,
-        "E4M3": dtype is torch.float8_e4m3fn,
-        "HARDWARE_CAST": has_fp8_cast(device),
-        "MARGIN": margin,
-        "POWER_OF_TWO": power_of_two,
+        **cast_constants(options, device),
         "num_warps": choice.warps,
     }
     kernel, tile_rows = _norm_quantize_wide_kernel, 1
     if choice.block >= width:
         kernel, tile_rows = _norm_quantize_kernel, choice.rows
-        options |= {"ROWS": choice.rows, "RELOAD": choice.reload}
+        constants |= {"ROWS": choice.rows, "RELOAD": choice.reload}
     tiles = -(-rows // tile_rows)
     out_tiles = -(-(-(-rows // PAD) * PAD) // tile_rows)
     programs = out_tiles if choice.programs is None else min(choice.programs, out_tiles)
     few = min(tiles, AMAX_PROGRAMS * multiprocessors)
     # Which format and how it is scaled changes nothing for the amax: one compiled kernel serves them all.
-    amax = options | {"E4M3": True, "HARDWARE_CAST": False, "MARGIN": 0, "POWER_OF_TWO": False, "RECORD": True}
+    amax = constants | {"E4M3": True, "HARDWARE_CAST": False, "MARGIN": 0, "POWER_OF_TWO": False, "RECORD": True}
     return Launches(
         PreparedLaunch(kernel, (few,), device, numbers, **amax),
-        PreparedLaunch(kernel, (programs,), device, numbers, **options, RECORD=record),
+        PreparedLaunch(kernel, (programs,), device, numbers, **constants),
     )
 
 

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from fusestep.errors import UserError
+from fusestep.ops.cast_options import CastOptions
+from fusestep.ops.dtypes import FP8
 from fusestep.ops.quantize_ops import quantize_op, run_quantize, run_transpose, transpose_bytes_op
-from fusestep.ops.quantize_plan import FP8, cast_shape, check_quantize
+from fusestep.ops.quantize_plan import cast_shape, check_quantize
 from fusestep.ops.quantized import PAD, Quantized
 from fusestep.ops.registry import is_plain
 
@@ -61,10 +63,8 @@ def quantize(
     Returns: the quantised matrix and the sums, None where they were not asked for.
     Raises: UserError, before anything is written, for shapes, dtypes or devices that do not fit.
     """
-    return _cast(
-        *(x, None, "", slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, column_sums),
-    )
+    options = CastOptions(index, dtype, rowwise, columnwise, record, margin, power_of_two)
+    return cast(x, None, "", slots, options, counts, column_sums)
 
 
 def quantize_activation(
@@ -87,11 +87,8 @@ def quantize_activation(
         h: (rows, columns) fp32, bf16 or fp16; of a gated activation (rows, 2 · columns), the gate first.
         name: one of ACTIVATIONS.
     """
-    quantized, _ = _cast(
-        *(h, None, name, slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, False),
-    )
-    return quantized
+    options = CastOptions(index, dtype, rowwise, columnwise, record, margin, power_of_two)
+    return cast(h, None, name, slots, options, counts, False)[0]
 
 
 def quantize_activation_backward(
@@ -116,10 +113,8 @@ def quantize_activation_backward(
         da: (rows, columns) fp32, bf16 or fp16.
         h: what the forward was given: da's shape, of a gated activation (rows, 2 · columns).
     """
-    return _cast(
-        *(da, h, name, slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, column_sums),
-    )
+    options = CastOptions(index, dtype, rowwise, columnwise, record, margin, power_of_two)
+    return cast(da, h, name, slots, options, counts, column_sums)
 
 
 def transpose_bytes(data: Tensor) -> Tensor:
@@ -139,29 +134,27 @@ def transpose_bytes(data: Tensor) -> Tensor:
     return transposed
 
 
-def _cast(
+def cast(
     x: Tensor,
     h: Tensor | None,
     activation: str,
     slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
     counts: Tensor | None,
     column_sums: bool,
 ) -> tuple[Quantized, Tensor | None]:
-    options = (slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts, column_sums)
+    """What the functions above do: cast x, or with a name an activation of x, or with h too the gradient of h from x.
+
+    Returns: the quantised matrix, and the column sums or None.
+    Raises: UserError, as `quantize`.
+    """
     if not torch.compiler.is_compiling() and is_plain(x):
-        data, transposed, scale_inv, sums = run_quantize(x, h, activation, *options)
+        data, transposed, scale_inv, sums = run_quantize(x, h, activation, slots, options, counts, column_sums)
     else:
-        check_quantize(x, h, activation, *options)
+        check_quantize(x, h, activation, slots, options, counts)
         h = None if h is None else h.detach()
-        data, transposed, scale_inv, sums = quantize_op(x.detach(), h, activation, *options)
-        data = data if rowwise else None
-        transposed = transposed if columnwise else None
+        data, transposed, scale_inv, sums = quantize_op(x.detach(), h, activation, slots, *options, counts, column_sums)
+        data = data if options.rowwise else None
+        transposed = transposed if options.columnwise else None
         sums = sums if column_sums else None
     return Quantized(cast_shape(x, h, activation), data, transposed, scale_inv, scale_inv), sums

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusestep.ops import fp8_cast, quantize_kernel, quantize_pair
+from fusestep.ops import fp8_cast, quantize_kernel, quantize_launch, quantize_pair_kernel, quantize_scale_kernel
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward, transpose_bytes
 from fusestep.ops.quantized import Quantized
@@ -68,7 +68,7 @@ def compilations() -> Iterator[Compilation]:
     yield _cast("silu", True, True, columnwise=True, in_hardware=False)
     yield _cast("", False, False, columnwise=True, in_hardware=True, searches=False)
     yield from _pairs()
-    choice = quantize_kernel.transpose_launch()
+    choice = quantize_launch.transpose_launch()
     yield _compilation(
         quantize_kernel._transpose_kernel,
         "transpose",
@@ -86,8 +86,8 @@ def _cast(
     activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool, searches: bool = True
 ) -> Compilation:
     """`searches`: the cast finds its amax itself, else a pass before has."""
-    finder = quantize_kernel.amax_launch(4096)
-    choice = quantize_kernel.quantize_launch(columnwise, gradient)
+    finder = quantize_launch.amax_launch(4096)
+    choice = quantize_launch.quantize_launch(columnwise, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
     constants = {
         "ACTIVATION": activation,
@@ -101,9 +101,7 @@ def _cast(
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
         "TILES": choice.tiles,
-        "MOST_MAXIMA": quantize_kernel.MOST_MAXIMA,
-        "SEARCH_ROWS": finder.rows,
-        "SEARCH_COLUMNS": finder.columns,
+        **quantize_launch.search_constants(finder),
     }
     pointers = {
         "x_ptr": "bf16",
@@ -127,9 +125,9 @@ def _cast(
 
 
 def _amax(activation: str, gated: bool, gradient: bool) -> Compilation:
-    choice = quantize_kernel.amax_launch(4096)
+    choice = quantize_launch.amax_launch(4096)
     return _compilation(
-        quantize_kernel._amax_kernel,
+        quantize_scale_kernel._amax_kernel,
         f"amax of {activation or 'plain'}{' (gated)' if gated else ''}",
         {"x_ptr": "bf16", "h_ptr": "bf16" if gradient else None, "slots_ptr": "fp32", "maxima_ptr": "i32"},
         _NUMBERS,
@@ -138,7 +136,7 @@ def _amax(activation: str, gated: bool, gradient: bool) -> Compilation:
             "GATED": gated,
             "ROWS": choice.rows,
             "COLUMNS": choice.columns,
-            "STAGES": quantize_kernel.AMAX_STAGES,
+            "STAGES": quantize_launch.AMAX_STAGES,
         },
         choice.warps,
     )
@@ -148,12 +146,12 @@ def _pairs() -> Iterator[Compilation]:
     """Input and weight in one launch: with slots, and each with the scale of its own."""
     numbers = {"a_rows": "i32", "b_rows": "i32", "columns": "i32", "a_stride": "i32", "b_stride": "i32"}
     numbers |= {"a_index": "i32", "b_index": "i32", "a_programs": "i32"}
-    finder, choice = quantize_kernel.amax_launch(4096), quantize_kernel.quantize_launch(True, False)
-    search = {"ROWS": finder.rows, "COLUMNS": finder.columns, "STAGES": quantize_kernel.AMAX_STAGES}
+    finder, choice = quantize_launch.amax_launch(4096), quantize_launch.quantize_launch(True, False)
+    search = {"ROWS": finder.rows, "COLUMNS": finder.columns, "STAGES": quantize_launch.AMAX_STAGES}
     inputs: dict[str, str | None] = {"a_ptr": "bf16", "b_ptr": "fp32"}
     for slots in (None, "fp32"):
         yield _compilation(
-            quantize_pair._amax_pair_kernel,
+            quantize_pair_kernel._amax_pair_kernel,
             f"amaxes of a pair{'' if slots is None else ', slots'}",
             inputs | {"slots_ptr": slots, "maxima_ptr": "i32"},
             numbers,
@@ -164,7 +162,7 @@ def _pairs() -> Iterator[Compilation]:
         output = "fp8e4nv" if in_hardware else "u8"
         outputs = ("a_data_ptr", "a_transposed_ptr", "b_data_ptr", "b_transposed_ptr")
         yield _compilation(
-            quantize_pair._quantize_pair_kernel,
+            quantize_pair_kernel._quantize_pair_kernel,
             f"a pair, both ways{'' if slots is None else ', slots'}{'' if in_hardware else ', rounded by integers'}",
             inputs
             | dict.fromkeys(outputs, output)
@@ -180,9 +178,7 @@ def _pairs() -> Iterator[Compilation]:
                 "ROWS": choice.rows,
                 "COLUMNS": choice.columns,
                 "TILES": choice.tiles,
-                "MOST_MAXIMA": quantize_kernel.MOST_MAXIMA,
-                "SEARCH_ROWS": finder.rows,
-                "SEARCH_COLUMNS": finder.columns,
+                **quantize_launch.search_constants(finder),
             },
             choice.warps,
             minimum_capability=90 if in_hardware else 80,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.ops.activation import activation_backward_reference, activation_reference
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import keep
-from fusestep.ops.quantize_kernel import prepare_transpose
+from fusestep.ops.quantize_launch import prepare_transpose
 from fusestep.ops.quantize_plan import cast_shape, plan_cast
 from fusestep.ops.quantize_reference import padded_bytes, quantize_reference
 from fusestep.ops.quantized import padded
@@ -23,34 +24,25 @@ from fusestep.ops.registry import define
 #: What run_quantize and the raw op return: data, transposed, scale_inv and column sums.
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
-#: Transposes that are kept; shapes may never repeat.
-
 
 def run_quantize(
     x: Tensor,
     h: Tensor | None,
     activation: str,
     slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
     counts: Tensor | None,
     column_sums: bool,
 ) -> _Outputs:
     """Cast x; with an activation's name, the activation of x; with h too, the gradient of h from x."""
-    what = (x, h, activation, slots, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts)
-    plan = plan_cast(*what, torch.float32 if column_sums else None)
+    plan = plan_cast(x, h, activation, slots, options, counts, torch.float32 if column_sums else None)
     if plan is not None:
         quantized, sums = plan(x, h, slots, counts)
         return quantized.data, quantized.transposed, quantized.scale_inv, sums
     rows, columns = cast_shape(x, h, activation)
     if rows * columns and dispatch.uses_triton("quantize", x.device):  # it was for the strides
         x, h = x.contiguous(), None if h is None else h.contiguous()
-        return run_quantize(x, h, *what[2:], column_sums)
+        return run_quantize(x, h, activation, slots, options, counts, column_sums)
     with torch.no_grad():
         if h is not None:
             values = activation_backward_reference(x, h, activation)
@@ -58,17 +50,20 @@ def run_quantize(
             values = activation_reference(x, activation)
         else:
             values = x
-        return quantize_reference(values, *what[3:], column_sums)
+        return quantize_reference(values, slots, options, counts, column_sums)
 
 
-def _quantize(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantize(
+    x: Tensor, h: Tensor | None, activation: str, slots: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None: what is not wanted is an empty tensor."""
-    data, transposed, scale_inv, sums = run_quantize(x, *options)
-    dtype = options[4]
+    *fields, counts, column_sums = given
+    options = CastOptions(*fields)
+    data, transposed, scale_inv, sums = run_quantize(x, h, activation, slots, options, counts, column_sums)
     nothing = x.new_empty(0, dtype=torch.float32)
     return (
-        x.new_empty(0, dtype=dtype) if data is None else data,
-        x.new_empty(0, dtype=dtype) if transposed is None else transposed,
+        x.new_empty(0, dtype=options.dtype) if data is None else data,
+        x.new_empty(0, dtype=options.dtype) if transposed is None else transposed,
         scale_inv,
         nothing if sums is None else sums,
     )
@@ -79,16 +74,10 @@ def _quantize_fake(
     h: Tensor | None,
     activation: str,
     slots: Tensor,  # noqa: ARG001
-    index: int,  # noqa: ARG001
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,  # noqa: ARG001
-    margin: int,  # noqa: ARG001
-    power_of_two: bool,  # noqa: ARG001
-    counts: Tensor | None,  # noqa: ARG001
-    column_sums: bool,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *fields, _, column_sums = given
+    _, dtype, rowwise, columnwise, *_ = fields
     rows, columns = cast_shape(x, h, activation)
     return (
         x.new_empty((padded(rows), padded(columns)) if rowwise else 0, dtype=dtype),
@@ -98,16 +87,17 @@ def _quantize_fake(
     )
 
 
+#: By layouts; see `keep`.
 _transposes: dict[tuple[Any, ...], PreparedLaunch] = {}
 
 
 def run_transpose(data: Tensor) -> Tensor:
     """The transpose of a padded FP8 matrix."""
     device = data.device
-    key = (device, data.shape, data.dtype)
-    launch = _transposes.get(key)
     if not dispatch.uses_triton("quantize", device) or data.numel() == 0:
         return padded_bytes(data.view(torch.uint8).t().view(data.dtype), *reversed(data.shape))
+    key = (device, data.shape, data.dtype)
+    launch = _transposes.get(key)
     if launch is None:
         launch = keep(_transposes, key, prepare_transpose(device, *data.shape))
     transposed = torch.empty((data.shape[1], data.shape[0]), dtype=data.dtype, device=device)

@@ -13,22 +13,16 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.activation import base, check_activation, is_gated
+from fusestep.ops.cast_options import CastOptions, check_options
+from fusestep.ops.dtypes import CASTABLE
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import layout
-from fusestep.ops.quantize_kernel import QuantizeLaunches, prepare_quantize
+from fusestep.ops.layouts import keep, layout, row_stride
+from fusestep.ops.quantize_launch import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import is_plain
-from fusestep.ops.roll_scales import SLOT
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-
-#: Beyond it a margin leaves nothing of a format's range.
-LARGEST_MARGIN = 16
-
-#: By layouts and options; no more than MOST of them, since shapes may never repeat.
+#: By layouts and options; see `keep`.
 _plans: dict[tuple[Any, ...], CastPlan] = {}
-MOST = 4096
 
 
 class CastPlan:
@@ -37,8 +31,7 @@ class CastPlan:
     Args:
         device: of the tensors.
         shape: rows and columns of what is cast.
-        dtype: FP8.
-        rowwise, columnwise: which of data and transposed are wanted.
+        options: how it is cast.
         sums_dtype: of the column sums; None: they are not wanted.
         launches: as prepare_quantize makes them.
     """
@@ -52,16 +45,14 @@ class CastPlan:
         self,
         device: torch.device,
         shape: tuple[int, int],
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
+        options: CastOptions,
         sums_dtype: torch.dtype | None,
         launches: QuantizeLaunches,
     ) -> None:
         self.shape = rows, columns = shape
         inside = padded(rows), padded(columns)
-        self._data = layout(inside, dtype, device) if rowwise else None
-        self._transposed = layout(inside[::-1], dtype, device) if columnwise else None
+        self._data = layout(inside, options.dtype, device) if options.rowwise else None
+        self._transposed = layout(inside[::-1], options.dtype, device) if options.columnwise else None
         self._scale_inv = layout((), torch.float32, device)
         self._sums = None if sums_dtype is None else layout((columns,), sums_dtype, device)
         partials = launches.partials
@@ -106,13 +97,7 @@ def plan_cast(
     h: Tensor | None,
     activation: str,
     slots: Tensor | None,
-    index: int,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
+    options: CastOptions,
     counts: Tensor | None,
     sums_dtype: torch.dtype | None,
 ) -> CastPlan | None:
@@ -123,35 +108,25 @@ def plan_cast(
 
     Raises: UserError, as `quantize`.
     """
-    check_quantize(
-        *(x, h, activation, slots, index, dtype, rowwise, columnwise),
-        *(record, margin, power_of_two, counts, sums_dtype is not None),
-    )
+    check_quantize(x, h, activation, slots, options, counts)
     rows, columns = cast_shape(x, h, activation)
     device = x.device
     if not dispatch.uses_triton("quantize", device) or rows * columns == 0:
         return None
-    x_stride, h_stride = row_stride(x), None if h is None else row_stride(h)
+    x_stride, h_stride = row_stride(x, x.shape[1]), None if h is None else row_stride(h, h.shape[1])
     if x_stride is None or (h is not None and h_stride is None):
         return None
     has_slot = slots is not None
-    options = (activation, index, dtype, rowwise, columnwise, record, margin, power_of_two, counts is None, sums_dtype)
-    key = (device, has_slot, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype, options)
-    plan = _plans.get(key)
+    layouts = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype)
+    key = (layouts, activation, has_slot, options, counts is None, sums_dtype)
+    plan: CastPlan | None = _plans.get(key)
     if plan is None:
         gated = bool(activation) and is_gated(activation)
         launches = prepare_quantize(
             *(device, rows, columns // 2 if gated and h is not None else columns, x_stride, h_stride),
-            *(base(activation) if activation else "", gated, has_slot, index, dtype),
-            columnwise,
-            record,
-            margin,
-            power_of_two,
-            sums_dtype is not None,
+            *(base(activation) if activation else "", gated, has_slot, options, sums_dtype is not None),
         )
-        plan = _plans[key] = CastPlan(device, (rows, columns), dtype, rowwise, columnwise, sums_dtype, launches)
-        if len(_plans) > MOST:
-            _plans.pop(next(iter(_plans)))
+        plan = keep(_plans, key, CastPlan(device, (rows, columns), options, sums_dtype, launches))
     return plan
 
 
@@ -161,36 +136,20 @@ def cast_shape(x: Tensor, h: Tensor | None, activation: str) -> tuple[int, int]:
     return rows, columns // 2 if activation and h is None and is_gated(activation) else columns
 
 
-def row_stride(x: Tensor) -> int | None:
-    """Elements from one row of a matrix to the next, or None where a row is not one run of memory."""
-    if x.shape[1] != 1 and x.stride(1) != 1:
-        return None
-    return x.shape[1] if x.shape[0] == 1 else x.stride(0)
-
-
 def check_quantize(
     x: Tensor,
     h: Tensor | None,
     activation: str,
     slots: Tensor | None,
-    index: int,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,  # noqa: ARG001
-    margin: int,
-    power_of_two: bool,  # noqa: ARG001
+    options: CastOptions,
     counts: Tensor | None,
-    column_sums: bool,  # noqa: ARG001
 ) -> None:
-    """One sentence for what cannot be cast."""
+    """One sentence for what cannot be cast.
+
+    Raises: UserError.
+    """
     who = "quantize" if not activation else "quantize_activation" if h is None else "quantize_activation_backward"
-    if dtype not in FP8:
-        raise UserError(f"{who}: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
-    if not rowwise and not columnwise:
-        raise UserError(f"{who}: neither data nor its transpose is wanted; pass rowwise=True or columnwise=True.")
-    if not 0 <= margin <= LARGEST_MARGIN:
-        raise UserError(f"{who}: margin is {margin}; pass an integer from 0 to {LARGEST_MARGIN}.")
+    check_options(who, options, slots, counts)
     for name, matrix in (("x", x), ("h", h)):
         if matrix is None:
             continue
@@ -204,18 +163,4 @@ def check_quantize(
     if h is not None and (h.shape[0], h.shape[1] // (2 if is_gated(activation) else 1)) != tuple(x.shape):
         raise UserError(
             f"{who}: da has shape {tuple(x.shape)} and h {tuple(h.shape)}; pass the gradient of {activation} of h."
-        )
-    if slots is None:
-        return
-    if slots.dim() != 2 or slots.shape[1] != SLOT or slots.dtype is not torch.float32 or not slots.is_contiguous():
-        raise UserError(
-            f"{who}: slots are {tuple(slots.shape)} {slots.dtype}; pass contiguous (n, {SLOT}) torch.float32."
-        )
-    if not 0 <= index < slots.shape[0]:
-        raise UserError(f"{who}: there is no slot {index} among {slots.shape[0]}; pass one from 0 on.")
-    if counts is not None and (
-        counts.shape != (slots.shape[0], 3) or counts.dtype is not torch.int64 or not counts.is_contiguous()
-    ):
-        raise UserError(
-            f"{who}: counts are {tuple(counts.shape)} {counts.dtype}; pass contiguous int64, ({slots.shape[0]}, 3)."
         )

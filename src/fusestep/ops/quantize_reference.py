@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.quantized import padded
 from fusestep.ops.roll_scales import AMAX, SCALE, scale_reference
 
@@ -29,22 +30,13 @@ def amax_reference(values: Tensor) -> Tensor:
 
 
 def quantize_reference(
-    values: Tensor,
-    slots: Tensor,
-    index: int,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    record: bool,
-    margin: int,
-    power_of_two: bool,
-    counts: Tensor | None,
-    column_sums: bool,
+    values: Tensor, slots: Tensor, options: CastOptions, counts: Tensor | None, column_sums: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(data, transposed, scale_inv, sums); `values` are (rows, columns), fp32, bf16 or fp16.
 
     No branch depends on what the device holds, so that a graph could be captured of this as well.
     """
+    index, dtype, rowwise, columnwise, record, margin, power_of_two = options
     values = values.float()
     slot = slots[index]
     known = slot[SCALE].clone()
