@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
-from fusestep.fp8.held import Copies, Part, part_of
 from fusestep.fp8.recipes import Recipe
+from fusestep.graph_baked import Baked, host_values
+from fusestep.graph_batch import Batch
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim.base import FusedOptimizer
 
@@ -86,12 +87,13 @@ class TrainStep:
     Args:
         model: lies on one device.
             Attributes of its modules that are plain values, such as a dropout's p, are part of the graph: after
-            changing one call `reset()`.
+            changing one call `reset()`. So are hooks on parameters.
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
             must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
-            no graph can hold.
+            no graph can hold. In replays no Python runs, neither it nor hooks.
         optimizer: one of fusestep.optim (made `capturable` if it is not), or any whose step does not wait for the
-            device: torch.optim.AdamW(capturable=True) and the like. Its gradients are None after a call.
+            device: torch.optim.AdamW(capturable=True) and the like. Its gradients and the model's are None after a
+            call.
         autocast: the dtype of torch.autocast around loss_fn, None for none.
         fp8_recipe: of fusestep.fp8.fp8_autocast around loss_fn, None for none. loss_fn may have regions of its own.
         scaler: a torch.amp.GradScaler. One that is enabled needs an optimizer which unscales by itself, as
@@ -140,11 +142,9 @@ class TrainStep:
         self.fallback: str | None = None
         self.device = _device_of(model)
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
-        self._known: list[Any] = []
-        self._options: list[Any] = []
-        self._rates: list[Any] = []
-        self._relied_on: dict[nn.Parameter, Part[Copies]] = {}
+        self._baked = Baked(self)
         self._last_was_captured = False
+        self._has_made_room = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._is_wanted = capture
@@ -155,35 +155,35 @@ class TrainStep:
         """Take a step.
 
         Args:
-            batch: what loss_fn takes after the model. Tensors may lie on the host (pinned ones are copied without
-                waiting) or on the model's device; anything else must be hashable and is part of the graph.
+            batch: what loss_fn takes after the model: tensors, also in dicts, lists and tuples. They may lie on the
+                host (pinned ones are copied without waiting) or on the model's device; anything else must be hashable
+                and is part of the graph.
         Returns: the loss, 0-d, on the model's device, without a gradient.
-        Raises: UserError for a loss of several elements, and batches that cannot be cut into micro-batches.
+        Raises: UserError for a loss of several elements, batches that cannot be cut into micro-batches, gradients that
+            are there already. Where loss_fn raises nothing is stepped, and no gradient stays.
         """
+        given = Batch(batch)
+        self._check_gradients()
         if not self._is_wanted or self.fallback is not None:
-            return self._eager(self._on_device(batch))
-        self._compare()
-        key = tuple(_kind(part) for part in batch)
-        shape = self._shapes.get(key)
-        if shape is None:
-            shape = self._shapes[key] = _Shape(WARM_UP)
-            while len(self._shapes) > self.max_graphs:
-                self._shapes.popitem(last=False)
-        self._shapes.move_to_end(key)
+            return self._eager(given.on(self.device))
+        if self._has_graphs() and self._baked.has_changed():
+            self._capture_anew()
+        shape = self._shape_of(given)
         # An optimizer keeps the tables of its last step for a graph: each capture follows a step outside of any.
         is_due = shape.graph is None and self._last_was_captured
         if shape.warm_up > 0 or is_due or self._has_stale_copies():
-            shape.warm_up = max(shape.warm_up - 1, 0)
             self._last_was_captured = False
-            batch = self._on_device(batch)
-            return self._aside(batch) if shape.warm_up or shape.graph is not None else self._watched(batch)
+            is_last = shape.warm_up <= 1 and shape.graph is None
+            loss = (self._watched if is_last else self._aside)(given.on(self.device))
+            shape.warm_up = max(shape.warm_up - 1, 0)
+            return loss
         if shape.graph is None:
             is_first = not self._has_graphs()
-            if not self._capture(shape, self._on_device(batch)):
-                return self._eager(self._on_device(batch))
+            if not self._capture(shape, given.on(self.device)):
+                return self._eager(given.on(self.device))
             if is_first:
-                self._remember()
-        for static, part in zip(shape.inputs, _tensors(batch), strict=True):
+                self._baked.remember()
+        for static, part in zip(shape.inputs, given.tensors, strict=True):
             static.copy_(part, non_blocking=True)
         assert shape.graph is not None
         assert shape.loss is not None
@@ -193,21 +193,36 @@ class TrainStep:
     def reset(self) -> None:
         """Drop the graphs and their memory; the next calls warm up and capture anew."""
         self._shapes.clear()
-        self._relied_on.clear()
+        self._baked.forget()
         self._pool = None
 
     # One step
 
-    def _eager(self, batch: tuple[Any, ...]) -> Tensor:
+    def _check_gradients(self) -> None:
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                "TrainStep: parameters of the optimizer have gradients from before, to which a step does not add; call "
+                "optimizer.zero_grad() first."
+            )
+
+    def _eager(self, batch: Batch) -> Tensor:
+        try:
+            return self._step(batch)
+        finally:
+            # Also where loss_fn raised: the next step must not add to what is half a gradient.
+            self.optimizer.zero_grad()
+            self.model.zero_grad()  # and what the optimizer does not have; nor do all optimizers write None
+
+    def _step(self, batch: Batch) -> Tensor:
         if self.before is not None:
             self.before()
         total: Tensor | None = None
         with ExitStack() as regions:
             if self.fp8_recipe is not None:  # one region a step, so that micro-batches share their scales
                 regions.enter_context(fp8_autocast(recipe=self.fp8_recipe))
-            for part in self._micro_batches(batch):
+            for part in batch.parts(self.accumulate):
                 with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                    loss = self.loss_fn(self.model, *part)
+                    loss = self.loss_fn(self.model, *part.arguments)
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
                     got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
                     raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
@@ -223,26 +238,28 @@ class TrainStep:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad()
         assert total is not None
         return total
 
-    def _micro_batches(self, batch: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
-        if self.accumulate == 1:
-            return [batch]
-        for part in _tensors(batch):
-            if not part.dim() or part.shape[0] % self.accumulate:
-                raise UserError(
-                    f"TrainStep: a batch has a tensor of shape {tuple(part.shape)}, which {self.accumulate} micro-"
-                    "batches do not divide; pass batches whose dimension 0 is a multiple of accumulate."
-                )
-        parts = [p.chunk(self.accumulate) if isinstance(p, Tensor) else (p,) * self.accumulate for p in batch]
-        return zip(*parts, strict=True)
-
-    def _on_device(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(p.to(self.device, non_blocking=True) if isinstance(p, Tensor) else p for p in batch)
-
     # Graphs
+
+    def _shape_of(self, batch: Batch) -> _Shape:
+        """What is kept for this kind of batch; a new kind may take the place of another."""
+        key = batch.kind()
+        if key not in self._shapes:
+            self._shapes[key] = _Shape(WARM_UP)
+            while len(self._shapes) > self.max_graphs:
+                self._shapes.popitem(last=False)
+                if not self._has_made_room:
+                    self._has_made_room = True
+                    logger.warning(
+                        "TrainStep: more than max_graphs=%d kinds of batch (shapes, and values that are not tensors) "
+                        "take turns, and those that make room lose their graphs; pad batches to fewer shapes, or pass "
+                        "a larger max_graphs",
+                        self.max_graphs,
+                    )
+        self._shapes.move_to_end(key)
+        return self._shapes[key]
 
     def _prepare(self) -> None:
         """Find out at once what would be found out late."""
@@ -272,23 +289,27 @@ class TrainStep:
             "TrainStep", "runs one launch at a time", reason, "cannot capture the step", "to run one launch at a time"
         )
 
-    def _aside(self, batch: tuple[Any, ...]) -> Tensor:
+    def _aside(self, batch: Batch) -> Tensor:
         """A step on the stream that will capture, as torch asks of the steps before."""
         assert self._stream is not None
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            loss = self._eager(batch)
-        current.wait_stream(self._stream)
-        for tensor in (loss, *_tensors(batch)):
-            tensor.record_stream(current if tensor is loss else self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                loss = self._eager(batch)
+        finally:
+            current.wait_stream(self._stream)
+        loss.record_stream(current)
+        for tensor in batch.tensors:
+            tensor.record_stream(self._stream)
         return loss
 
-    def _watched(self, batch: tuple[Any, ...]) -> Tensor:
-        """The last step before a capture: what makes the host wait in it is found before the capture would fail on it.
+    def _watched(self, batch: Batch) -> Tensor:
+        """The last step before a capture: what no graph can hold is found before the capture would fail on it.
 
         A capture that fails leaves torch's random numbers in a state that they have to be brought out of.
         """
+        before = host_values(self.optimizer, self.device)
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -307,38 +328,49 @@ class TrainStep:
                 f"{where} makes the host wait for the device, which no graph can hold; keep loss_fn and the optimizer "
                 "from looking at values (.item(), .cpu(), an if on a tensor), or pass capture=False"
             )
+            return loss
+        after = host_values(self.optimizer, self.device)
+        kept = sorted({key[1] for key in before.keys() & after.keys() if before[key] != after[key]})
+        if kept:
+            self._fall_back(
+                f"it changes {', '.join(map(repr, kept))} of {type(self.optimizer).__name__} on the host, which a "
+                "graph would keep as it is today; write to tensors on the device, as the optimizers of fusestep.optim "
+                "do and torch's with capturable=True"
+            )
         return loss
 
-    def _capture(self, shape: _Shape, batch: tuple[Any, ...]) -> bool:
+    def _capture(self, shape: _Shape, batch: Batch) -> bool:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        inputs = [part.detach().clone() for part in _tensors(batch)]
-        found = {p: part for p in self.model.parameters() if (part := part_of(p)) and part.is_current(p)}
-        places = iter(inputs)
-        static = tuple(next(places) if isinstance(part, Tensor) else part for part in batch)
+        inputs = [part.detach().clone() for part in batch.tensors]
+        copies = self._baked.current_copies()
+        self.model.zero_grad()  # a graph that adds to gradients of before would write where they were for ever
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         state = generator.clone_state()
         reason: str | None = None
+        outer = sys.exc_info()[1]
         try:
             # thread_local: a loader's thread that pins memory meanwhile is no part of this.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._eager(static)
-        except (RuntimeError, UserError) as error:
+                loss = self._eager(batch.with_tensors(inputs))
+        except BaseException as error:
             generator.graphsafe_set_state(state)  # the other one believes itself within a capture for ever
-            self.optimizer.zero_grad()
             # Ending the capture fails as well then, and says less.
             context = error.__context__
-            reason = hardware.first_line(context if isinstance(context, Exception) else error)
-            del context
+            cause = error if context is None or context is outer else context
+            if not isinstance(cause, (RuntimeError, UserError)):  # no capture's: an interrupt, or a fault of loss_fn's
+                raise cause from None
+            reason = hardware.first_line(cause)
+            del context, cause
         if reason is not None:
             gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
             self._fall_back(f"the step cannot be captured ({reason})")
             return False
         self._last_was_captured = True
-        self._relied_on |= found
+        self._baked.rely_on(copies)
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
         cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
@@ -356,69 +388,22 @@ class TrainStep:
     def _has_graphs(self) -> bool:
         return any(shape.graph is not None for shape in self._shapes.values())
 
-    def _compare(self) -> None:
-        """Drop the graphs if anything changed that they hold."""
-        if not self._has_graphs():
-            return
-        self._keep_learning_rates()
-        found = self._identities()
-        if len(found) == len(self._known) and all(map(is_, found, self._known)) and self._numbers() == self._options:
-            return
-        self._capture_anew()
-
     def _capture_anew(self) -> None:
+        """Something changed that graphs hold: drop them."""
         logger.info("TrainStep: the model or the optimizer changed, so the step is captured anew")
         for shape in self._shapes.values():
             shape.graph = shape.loss = None
             shape.warm_up = WARM_UP_AGAIN
-        self._relied_on.clear()
+        self._baked.forget()
         self._pool = None
-
-    def _remember(self) -> None:
-        self._known, self._options = self._identities(), self._numbers()
-        self._rates = [group.get("lr") for group in self.optimizer.param_groups]
-
-    def _keep_learning_rates(self) -> None:
-        """A number that someone put in the place of the tensor which the graph reads goes into that tensor."""
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            given = group.get("lr")
-            if isinstance(rate, Tensor) and given is not rate:
-                rate.copy_(torch.as_tensor(given), non_blocking=True)
-                group["lr"] = rate
-
-    def _identities(self) -> list[Any]:
-        """Objects that must still be the same ones."""
-        found: list[Any] = []
-        for module in self.model.modules():
-            found.append(module)
-            found += module._parameters.values()
-            found += module._buffers.values()
-            found.append(module.training)
-        for state in self.optimizer.state.values():
-            found += state.values()
-        for group in self.optimizer.param_groups:
-            found += group["params"]
-        return found
-
-    def _numbers(self) -> list[Any]:
-        """Values that must still be equal: where parameters lie and whether they are trained, the options."""
-        found: list[Any] = [(p.data_ptr(), p.requires_grad) for p in self.model.parameters()]
-        found += [b.data_ptr() for b in self.model.buffers()]
-        states = [m.fp8_state for m in self.model.modules() if isinstance(m, FP8Module)]
-        found += [state.number for state in states if state is not None]
-        for group in self.optimizer.param_groups:
-            found.append([(name, value) for name, value in group.items() if name not in ("params", "lr")])
-            rate = group.get("lr")
-            found.append(rate.data_ptr() if isinstance(rate, Tensor) else rate)
-        return found
 
     def _has_stale_copies(self) -> bool:
         """Whether weights that a graph reads as copies, in FP8 or in 16 bits, are not what the copies are of.
 
-        They are not after a state was loaded. A step outside the graph casts such weights, and its optimizer writes the
-        copies anew in the same memory; frozen ones it would never write.
+        A step outside the graph casts such weights, and its optimizer writes the copies anew in the same memory; frozen
+        ones it would never write.
         """
-        stale = [p for p, part in self._relied_on.items() if not part.is_current(p)]
+        stale = self._baked.stale_copies()
         if not all(parameter.requires_grad for parameter in stale):
             self._capture_anew()
         return bool(stale)
@@ -430,14 +415,3 @@ def _device_of(model: nn.Module) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise UserError(f"TrainStep: the model's parameters lie on {names}; move it to one device.")
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _tensors(batch: Iterable[Any]) -> list[Tensor]:
-    return [part for part in batch if isinstance(part, Tensor)]
-
-
-def _kind(part: Any) -> Any:
-    """What has to be equal for a graph to serve a part of a batch."""
-    if not isinstance(part, Tensor):
-        return part
-    return part.shape, part.dtype, part.stride()

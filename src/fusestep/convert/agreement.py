@@ -264,8 +264,8 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _unlike(old: Results, new: Results) -> str | None:
     """In words, what is not even of the same shape or dtype."""
     if old.keys() != new.keys():
-        ours, theirs = (", ".join(sorted(one.keys() - other.keys())) for one, other in ((new, old), (old, new)))
-        return f"it gives {ours or 'nothing'} where the old one gives {theirs or 'nothing'}"
+        extra, missing = (", ".join(sorted(one.keys() - other.keys())) for one, other in ((new, old), (old, new)))
+        return f"it gives {extra or 'nothing'} where the old one gives {missing or 'nothing'}"
     for name, theirs in old.items():
         ours = new[name]
         if theirs is None or ours is None:

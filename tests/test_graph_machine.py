@@ -1,0 +1,339 @@
+"""TrainStep's course of warm-up, capture and replay on a CPU, with a stand-in for CUDA's graphs.
+
+The stand-in takes a step while it captures, takes all that was written back, and a replay takes the step again on the
+graph's own tensors, as a graph does. What only CUDA can show is in test_graph.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusestep import TrainStep, graph
+from fusestep.errors import UserError
+from fusestep.optim import FusedAdam
+
+
+class Stand:
+    """Stands for CUDA while a step captures."""
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+        self.replays = 0
+        self.generator_states: list[str] = []
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.again: Callable[[], Tensor] | None = None
+        self.loss: Tensor | None = None
+
+    def replay(self) -> None:
+        assert self.again is not None
+        assert self.loss is not None
+        self.stand.replays += 1
+        self.loss.copy_(self.again())
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    """Steps on a CPU believe that they have graphs."""
+    stand = Stand()
+    current: list[Graph] = []
+
+    @contextlib.contextmanager
+    def capturing(made: Graph, **_: Any) -> Iterator[None]:
+        current.append(made)
+        stand.is_capturing = True
+        try:
+            yield
+        finally:
+            stand.is_capturing = False
+            current.pop()
+
+    real = TrainStep._eager
+
+    def eager(self: Any, batch: Any) -> Tensor:
+        if not current:
+            return real(self, batch)
+        model, optimizer = self.model, self.optimizer
+        written: list[Tensor] = [*model.parameters(), *model.buffers()]
+        written += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        written += [optimizer._counters] if isinstance(optimizer, FusedAdam) else []
+        before = [tensor.detach().clone() for tensor in written]
+        loss = real(self, batch)
+        with torch.no_grad():
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
+        current[-1].again, current[-1].loss = lambda: real(self, batch), loss
+        return loss
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=stand.generator_states.append)
+    cuda = SimpleNamespace(
+        CUDAGraph=lambda: Graph(stand),
+        graph=capturing,
+        graph_pool_handle=object,
+        current_stream=lambda device: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        get_sync_debug_mode=lambda: 0,
+        set_sync_debug_mode=lambda mode: None,
+        memory_reserved=lambda device: 0,
+        default_generators=[generator],
+    )
+    monkeypatch.setattr(graph.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
+    monkeypatch.setattr(TrainStep, "_prepare", lambda self: setattr(self, "_stream", stream))
+    monkeypatch.setattr(TrainStep, "_eager", eager)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    return stand
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def data(count: int, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(rows, 5), torch.randn(rows, 3)) for _ in range(count)]
+
+
+def pair(loss_fn: Callable[..., Tensor] = mean_square, **options: Any) -> tuple[TrainStep, TrainStep]:
+    """A step, and its twin that takes its steps one by one."""
+    model = small()
+    twin = copy.deepcopy(model)
+    first = TrainStep(model, loss_fn, FusedAdam(model.parameters(), 1e-2), **options)
+    return first, TrainStep(twin, loss_fn, FusedAdam(twin.parameters(), 1e-2), capture=False, **options)
+
+
+def assert_alike(step: TrainStep, twin: TrainStep) -> None:
+    for ours, theirs in zip(step.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def take(step: TrainStep, twin: TrainStep, batches: list[Any]) -> None:
+    for batch in batches:
+        assert torch.equal(step(*batch), twin(*batch))
+    assert_alike(step, twin)
+
+
+def test_three_steps_one_by_one_then_replays(stand: Stand) -> None:
+    step, twin = pair()
+    take(step, twin, data(3))
+    assert (len(step.captures), stand.replays) == (0, 0)
+    take(step, twin, data(4))
+    assert (len(step.captures), stand.replays) == (1, 4)
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_batches_may_be_dicts_and_what_is_in_them_is_told_apart(stand: Stand) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any], factors: tuple[Any, ...]) -> Tensor:
+        scale = 3.0 if factors[0] is True else float(factors[0])
+        return F.mse_loss(model(batch["x"]), batch["more"][0]) * scale
+
+    step, twin = pair(loss_fn)
+    given = [({"x": x, "more": [y, None]}, (1, "name")) for x, y in data(6)]
+    take(step, twin, given)
+    assert stand.replays == 3
+    take(step, twin, [(batch, (True, "name")) for batch, _ in given])  # equal to 1, and something else
+    assert [capture.batch for capture in step.captures] == [((6, 5), (6, 3))] * 2
+    assert stand.replays == 6
+
+
+@pytest.mark.parametrize("where", ["one by one", "watched", "capture", "replay"])
+@pytest.mark.parametrize("error", [KeyError("token"), KeyboardInterrupt()], ids=["an error", "an interrupt"])
+def test_a_loss_that_raises_leaves_no_trace(stand: Stand, where: str, error: BaseException) -> None:
+    calls: list[int] = []
+    failing = {"one by one": 2, "watched": 3, "capture": 4, "replay": 0}[where]
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        # The second micro-batch: the first has left its gradient.
+        if len(calls) == 2 * failing:
+            raise error
+        return mean_square(model, x, y)
+
+    step, twin = pair(accumulate=2)
+    step.loss_fn = loss_fn
+    batches = data(9)
+    for number, batch in enumerate(batches, 1):
+        if number == failing:
+            with pytest.raises(type(error)):
+                step(*batch)
+            assert all(p.grad is None for p in step.model.parameters())
+            assert stand.generator_states == (["before"] if where == "capture" else [])
+        assert torch.equal(step(*batch), twin(*batch))
+    assert_alike(step, twin)
+    assert step.fallback is None
+    assert stand.replays == 6
+
+
+def test_a_capture_that_fails_falls_back_and_an_error_around_it_is_not_its_reason(stand: Stand) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if stand.is_capturing:
+            raise RuntimeError("no graph holds this")
+        return mean_square(model, x, y)
+
+    step, twin = pair(loss_fn)
+    take(step, twin, data(3))
+    try:
+        raise ValueError("somebody else's")
+    except ValueError:
+        take(step, twin, data(3))
+    assert step.fallback == "the step cannot be captured (no graph holds this)"
+    assert stand.generator_states == ["before"]
+
+
+def _with_a_hook(step: TrainStep) -> None:
+    step.model[1].register_forward_hook(lambda module, args, output: 2 * output)  # type: ignore[index]
+
+
+CHANGES: dict[str, Callable[[TrainStep], None]] = {
+    "loss_fn": lambda step: setattr(step, "loss_fn", lambda model, x, y: F.l1_loss(model(x), y)),
+    "accumulate": lambda step: setattr(step, "accumulate", 3),
+    "autocast": lambda step: setattr(step, "autocast", torch.bfloat16),
+    "before": lambda step: setattr(step, "before", lambda: step.model[0].bias.data.mul_(0.5)),  # type: ignore[index]
+    "a hook": _with_a_hook,
+    "frozen": lambda step: step.model[0].requires_grad_(False),  # type: ignore[index, operator]
+    "evaluation": lambda step: step.model.eval(),
+    "an option": lambda step: step.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "a state": lambda step: step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict())),
+    "reset": lambda step: step.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_captured_anew(stand: Stand, change: str) -> None:
+    step, twin = pair()
+    take(step, twin, data(6))
+    for one in (step, twin):
+        CHANGES[change](one)
+    again = 3 if change == "reset" else 1
+    take(step, twin, data(again))
+    assert (len(step.captures), stand.replays) == (1, 3)
+    take(step, twin, data(4))
+    assert stand.replays > 3
+    assert len(step.captures) == 2
+
+
+def test_what_was_replaced_is_not_kept_alive(stand: Stand) -> None:
+    step, twin = pair()
+    take(step, twin, data(5))
+    assert step._baked._known
+    step.reset()
+    assert not step._baked._known
+
+
+def test_the_kind_of_batch_that_was_not_used_for_longest_makes_room_which_is_told_once(
+    stand: Stand, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, twin = pair(max_graphs=2)
+    with caplog.at_level(logging.WARNING, "fusestep"):
+        take(step, twin, data(4, 6) + data(4, 8) + data(1, 6))
+        assert "kinds of batch" not in caplog.text
+        take(step, twin, data(4, 10) + data(4, 6) + data(4, 8))
+    assert caplog.text.count("more than max_graphs=2 kinds of batch") == 1
+    assert [capture.batch[0][0] for capture in step.captures] == [6, 8, 10, 8]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in Python, and steps less and less."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.where = where
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + (self.where == "group")
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + (self.where == "state")
+                p -= group["lr"] / (1 + state["step"] + group["k"]) * p.grad
+
+
+@pytest.mark.parametrize(("where", "name"), [("state", "step"), ("group", "k"), ("nowhere", None)])
+def test_an_optimizer_that_counts_on_the_host_has_no_graph(stand: Stand, where: str, name: str | None) -> None:
+    model = small()
+    twin = copy.deepcopy(model)
+    step = TrainStep(model, mean_square, Counting(model.parameters(), where))
+    other = TrainStep(twin, mean_square, Counting(twin.parameters(), where), capture=False)
+    take(step, other, data(7))
+    if name is None:
+        assert stand.replays == 4
+    else:
+        assert step.fallback is not None
+        assert step.fallback.startswith(f"it changes '{name}' of Counting on the host")
+
+
+def test_gradients_outside_of_the_optimizer_are_dropped_as_its_own_are(stand: Stand) -> None:
+    model = small()
+    step = TrainStep(model, mean_square, FusedAdam(model[2].parameters()))
+    for batch in data(6):
+        step(*batch)
+        assert all(p.grad is None for p in model.parameters())
+
+
+# Without graphs too
+
+
+def test_gradients_from_before_are_refused() -> None:
+    model = small()
+    optimizer = FusedAdam(model.parameters())
+    step = TrainStep(model, mean_square, optimizer, capture=False)
+    batch = data(1)[0]
+    mean_square(model, *batch).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UserError, match=r"have gradients from before.*call optimizer\.zero_grad\(\) first"):
+        step(*batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    step(*batch)
+
+
+def test_micro_batches_of_dicts_are_cut() -> None:
+    model = small().double()
+    twin = copy.deepcopy(model)
+    seen: list[tuple[int, ...]] = []
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(tuple(batch["x"].shape))
+        return mean_square(model, batch["x"], batch["y"])
+
+    step = TrainStep(model, loss_fn, FusedAdam(model.parameters(), 1e-2), accumulate=3, capture=False)
+    optimizer = FusedAdam(twin.parameters(), 1e-2)
+    for x, y in data(3):
+        step({"x": x.double(), "y": y.double()})
+        mean_square(twin, x.double(), y.double()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [(2, 5)] * 9
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    from collections import UserDict
+
+    model = small()
+    step = TrainStep(model, lambda model, batch: model(batch["x"]).mean(), FusedAdam(model.parameters()), capture=False)
+    batch = UserDict(x=torch.randn(2, 5))
+    with pytest.raises(UserError, match=r"a batch holds a UserDict, .* \(dict\(batch\) makes one of a mapping\)"):
+        step(batch)
+    step(dict(batch))
