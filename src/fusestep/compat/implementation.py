@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import dispatch
-from fusestep.compat.report import served
-
-_told: set[tuple[str, torch.device, torch.dtype]] = set()
+from fusestep.compat.report import served, told
 
 
 def ran(name: str, ours: str, op: str, tensor: Tensor) -> None:
@@ -27,8 +25,8 @@ def ran(name: str, ours: str, op: str, tensor: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     key = (name, tensor.device, tensor.dtype)
-    if key not in _told:
-        _told.add(key)
+    if key not in told:
+        told.add(key)
         served(name, f"{ours}, {choice(op, tensor).implementation}")
 
 

@@ -23,6 +23,9 @@ SCHEMA = 1
 _lock = threading.RLock()
 _seen: set[tuple[str, str, str]] = set()
 
+#: What callers need not work out again, since they told of it.
+told: set[object] = set()
+
 
 def _renew_lock() -> None:
     global _lock
@@ -138,6 +141,7 @@ def reset() -> None:
     """Forget all of this process's events."""
     with _lock:
         _seen.clear()
+        told.clear()
 
 
 def _note(kind: str, first: str, second: str) -> None:

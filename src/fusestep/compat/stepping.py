@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fusestep import fp8
+from fusestep.compat.implementation import choice
+from fusestep.compat.report import served
 from fusestep.fp8 import context
 
 if TYPE_CHECKING:
@@ -29,12 +31,16 @@ class DropInOptimizer(Base):
     """Mixed into each of fusestep's optimizers.
 
     Attributes:
+        SERVED_BY: the fusestep class behind it.
+        op: the op behind it.
         counts_steps: whether groups count steps. The count is an int; where the device may skip a step, and where
             `lr` is kept on it, a tensor there.
         set_grad_none: what zero_grad does when it is not told: gradients become None, or 0. None is None.
         own_attributes: what a pickle keeps beside fusestep's.
     """
 
+    SERVED_BY: ClassVar[str]
+    op: ClassVar[str]
     counts_steps: ClassVar[bool] = True
     own_attributes: ClassVar[tuple[str, ...]] = ("set_grad_none", "_shown")
     set_grad_none: bool | None = None
@@ -42,6 +48,23 @@ class DropInOptimizer(Base):
     _shown: tuple[Any, ...] = ()
     #: The steps taken before the first.
     _first_step = 0.0
+
+    def _served(self, package: str) -> None:
+        """The end of every constructor. A class that a script derived is told as the one that it comes from."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__.startswith(package))
+        name = f"{package}.{kind.__name__}"
+        served(name, self.SERVED_BY)
+        has_told = False
+
+        def tell(*_: Any) -> None:
+            """At the first step, since parameters may go to a device after the optimizer was made."""
+            nonlocal has_told
+            first = next((p for group in self.param_groups for p in group["params"]), None)
+            if first is not None and not has_told:
+                has_told = True
+                served(name, f"{self.SERVED_BY}, {choice(self.op, first).implementation}")
+
+        self.register_step_pre_hook(tell)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_attributes}}

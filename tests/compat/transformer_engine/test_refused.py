@@ -155,3 +155,21 @@ def test_what_was_served_is_in_the_report(te: ModuleType, recipe: ModuleType) ->
     assert served["transformer_engine.pytorch.autocast"] == ["fusestep.fp8.fp8_autocast"]
     assert served["transformer_engine.common.recipe.DelayedScaling"] == ["fusestep.fp8.DelayedScaling"]
     assert "transformer_engine.pytorch.LayerNormMLP" not in served  # a part of the layer, not asked for
+
+
+def test_what_has_kernels_is_reported_with_what_it_ran_as(te: ModuleType) -> None:
+    te.MultiheadAttention(4, 2, **CPU)
+    te.apply_rotary_pos_emb(torch.randn(3, 2, 2, 4), te.RotaryPositionEmbedding(4)(3))
+    for kind in (te.optimizers.FusedAdam, te.optimizers.FusedSGD):
+        weight = torch.nn.Parameter(torch.randn(3))
+        optimizer = kind([weight], lr=0.1)
+        weight.grad = torch.randn(3)
+        optimizer.step()
+    served = report.snapshot().served
+    for name, ours in {
+        "MultiheadAttention": "nn.MultiheadAttention",
+        "apply_rotary_pos_emb": "nn.functional.apply_rotary_pos_emb",
+        "optimizers.FusedAdam": "optim.FusedAdam",
+        "optimizers.FusedSGD": "optim.FusedSGD",
+    }.items():
+        assert served[f"transformer_engine.pytorch.{name}"] == [f"fusestep.{ours}, torch"], name

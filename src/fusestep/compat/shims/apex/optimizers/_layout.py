@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fusestep.compat.implementation import choice
-from fusestep.compat.report import not_served, served
+from fusestep.compat.report import not_served
 from fusestep.compat.stepping import DropInOptimizer
 
 
@@ -36,35 +35,12 @@ class ApexOptimizer(DropInOptimizer):
     """Mixed into each of fusestep's optimizers.
 
     Attributes:
-        SERVED_BY: the fusestep class behind it.
         group_options: the options that Apex keeps in groups, and so saves.
         saves_tensors: whether Apex keeps `step` and `lr` of its groups on the device, also when not capturable.
-        op: the op behind it.
     """
 
-    SERVED_BY: ClassVar[str]
     group_options: ClassVar[tuple[str, ...]]
     saves_tensors: ClassVar[bool] = False
-    op: ClassVar[str]
-
-    def _served(self, set_grad_none: bool) -> None:
-        """The end of every constructor."""
-        self.set_grad_none = set_grad_none
-        kind = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("apex.optimizers."))
-        name = f"apex.optimizers.{kind.__name__}"
-        served(name, self.SERVED_BY)
-
-        has_told = False
-
-        def tell(*_: Any) -> None:
-            """At the first step, since parameters may go to a device after the optimizer was made."""
-            nonlocal has_told
-            first = next((p for group in self.param_groups for p in group["params"]), None)
-            if first is not None and not has_told:
-                has_told = True
-                served(name, f"{self.SERVED_BY}, {choice(self.op, first).implementation}")
-
-        self.register_step_pre_hook(tell)
 
     def state_dict(self) -> dict[str, Any]:
         """In Apex's layout; reading the counts waits for the device."""

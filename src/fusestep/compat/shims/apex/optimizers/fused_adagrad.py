@@ -43,7 +43,8 @@ class FusedAdagrad(ApexOptimizer, optim.FusedAdagrad):
             adagrad_w_mode=adagrad_w_mode,
             master_weights=master_weights,
         )
-        self._served(set_grad_none)
+        self.set_grad_none = set_grad_none
+        self._served("apex.optimizers")
 
     def _load_group(self, saved: dict[str, Any], states: dict[Any, dict[str, Any]], group: dict[str, Any]) -> None:
         super()._load_group(saved, states, group)

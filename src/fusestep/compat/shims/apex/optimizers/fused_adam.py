@@ -59,7 +59,8 @@ class FusedAdam(ApexOptimizer, optim.FusedAdam):
         self.adam_w_mode = int(adam_w_mode)
         self.multi_tensor_adam = multi_tensor_adam
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
-        self._served(set_grad_none)
+        self.set_grad_none = set_grad_none
+        self._served("apex.optimizers")
 
     def step(  # type: ignore[override]
         self,

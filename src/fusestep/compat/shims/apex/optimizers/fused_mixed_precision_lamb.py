@@ -65,7 +65,7 @@ class FusedMixedPrecisionLamb(ApexOptimizer, optim.FusedLAMB):
             use_nvlamb=use_nvlamb,
             master_weights=True,
         )
-        self._served(set_grad_none=True)
+        self._served("apex.optimizers")
 
     def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         self.state[parameter].setdefault("step", torch.tensor(self._first_step))

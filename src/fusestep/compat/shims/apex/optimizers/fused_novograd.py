@@ -74,7 +74,8 @@ class FusedNovoGrad(ApexOptimizer, optim.FusedNovoGrad):
             init_zero=init_zero,
             master_weights=master_weights,
         )
-        self._served(set_grad_none)
+        self.set_grad_none = set_grad_none
+        self._served("apex.optimizers")
 
     def _save_group(self, saved: dict[str, Any], states: dict[Any, dict[str, Any]], group: dict[str, Any]) -> None:
         super()._save_group(saved, states, group)

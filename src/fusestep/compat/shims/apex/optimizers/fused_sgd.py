@@ -53,7 +53,8 @@ class FusedSGD(ApexOptimizer, optim.FusedSGD):
             master_weights=master_weights,
         )
         self.materialize_master_grads = materialize_master_grads
-        self._served(set_grad_none)
+        self.set_grad_none = set_grad_none
+        self._served("apex.optimizers")
 
     def _save_group(self, saved: dict[str, Any], states: dict[Any, dict[str, Any]], group: dict[str, Any]) -> None:
         super()._save_group(saved, states, group)

@@ -131,6 +131,24 @@ def check_ranks(who: str, group: Any, size: int = 1, argument: str = "tp") -> No
         raise report.not_served(f"{PACKAGE}.{who}({argument}_group of {max([size, *sizes])} ranks)", _RANKS, True)
 
 
+class OneRank:
+    """What modules are told of tensor and context parallelism after they were made."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take a group of one rank. Raises: NotImplementedError for more."""
+        check_ranks(type(self).__name__, tp_group)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any = None,  # noqa: ARG002
+        cp_stream: Any = None,  # noqa: ARG002
+        cp_comm_type: str = "p2p",  # noqa: ARG002
+    ) -> None:
+        """Take a group of one rank. Raises: NotImplementedError for more."""
+        check_ranks(type(self).__name__, cp_group, argument="cp")
+
+
 def placed(who: str, device: torch.device | str | int | None) -> torch.device | str | int | None:
     """The device for parameters: the CPU where the default "cuda" is not there, which is announced."""
     kind = torch.device("cuda", device).type if isinstance(device, int) else device and torch.device(device).type

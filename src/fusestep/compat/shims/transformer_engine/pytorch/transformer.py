@@ -15,6 +15,7 @@ from fusestep.errors import UserError
 from transformer_engine.pytorch._arguments import (
     PACKAGE,
     SBHD,
+    OneRank,
     check_ranks,
     layout_of,
     own_randomness,
@@ -29,7 +30,7 @@ from transformer_engine.pytorch.module.base import Initialiser
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(nn.TransformerLayer):
+class TransformerLayer(OneRank, nn.TransformerLayer):
     """A transformer block, pre-norm; see fusestep.nn.TransformerLayer.
 
     The layout is sbhd, sequence first, unless attn_input_format or `fusestep run --te-layout` says otherwise.
@@ -210,14 +211,3 @@ class TransformerLayer(nn.TransformerLayer):
                 core = self.inter_attention.core_attention
                 stack.enter_context(for_this_call(core, enc_dec_bottom_right_diagonal, checkpoint_core_attention))
             return super().forward(hidden_states, attention_mask, **options)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        check_ranks("TransformerLayer", tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        del cp_global_ranks, cp_stream, cp_comm_type
-        check_ranks("TransformerLayer", cp_group, argument="cp")

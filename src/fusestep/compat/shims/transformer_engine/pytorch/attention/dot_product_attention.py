@@ -13,7 +13,7 @@ from fusestep import nn
 from fusestep.compat.report import not_served
 from fusestep.nn.attention_masks import Mask, alibi_bias, default_alibi_slopes, keep_mask
 from transformer_engine.pytorch import _arguments
-from transformer_engine.pytorch._arguments import SBHD, check_ranks, layout_of, own_randomness, refuse
+from transformer_engine.pytorch._arguments import SBHD, OneRank, check_ranks, layout_of, own_randomness, refuse
 from transformer_engine.pytorch.module._norm import EmptyExtraState
 
 __all__ = ["DotProductAttention"]
@@ -25,7 +25,7 @@ BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
 _SEQUENCE = {"bshd": 1, "sbhd": 0}
 
 
-class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
+class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
     """Attention of queries to keys and values; see fusestep.nn.DotProductAttention.
 
     bottom_right_diagonal tells where windows and ALiBi begin for masks that are not causal: at the last query and key,
@@ -227,14 +227,3 @@ class DotProductAttention(EmptyExtraState, nn.DotProductAttention):
             keep = keep_mask(Mask(bottom_right=True), window, lengths, *padded, mask, q.device)
             options["attention_mask"] = None if keep is None else ~keep
             options["attn_mask_type"], options["window_size"] = "arbitrary", (-1, -1)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        del cp_global_ranks, cp_stream, cp_comm_type
-        check_ranks("DotProductAttention", cp_group, argument="cp")
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        check_ranks("DotProductAttention", tp_group)

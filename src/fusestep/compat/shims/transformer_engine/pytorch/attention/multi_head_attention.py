@@ -13,6 +13,7 @@ from fusestep.compat.report import served
 from transformer_engine.pytorch._arguments import (
     PACKAGE,
     SBHD,
+    OneRank,
     check_ranks,
     layout_of,
     own_randomness,
@@ -26,7 +27,7 @@ from transformer_engine.pytorch.module.base import Initialiser, bias_or_empty
 __all__ = ["MultiheadAttention"]
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(OneRank, nn.MultiheadAttention):
     """Attention with its products, and its norm in front on request; see fusestep.nn.MultiheadAttention."""
 
     SERVED_BY = "fusestep.nn.MultiheadAttention"
@@ -124,7 +125,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         configure(self, bottom_right_diagonal, get_rng_state_tracker, fuse_wgrad_accumulation)
         if qkv_format is SBHD and self.qkv_format == "sbhd":
             self._unchosen = "qkv_format"
-        served(f"{PACKAGE}.MultiheadAttention", self.SERVED_BY)
+        runs_as = self.core_attention.implementation().implementation
+        served(f"{PACKAGE}.MultiheadAttention", f"{self.SERVED_BY}, {runs_as}")
 
     def forward(
         self,
@@ -179,14 +181,3 @@ class MultiheadAttention(nn.MultiheadAttention):
             with for_this_call(self.core_attention, bottom_right_diagonal, checkpoint_core_attention):
                 result = super().forward(hidden_states, attention_mask, encoder_output, **options)
         return bias_or_empty(result, 1, hidden_states) if self.return_bias else result
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        check_ranks("MultiheadAttention", tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        del cp_global_ranks, cp_stream, cp_comm_type
-        check_ranks("MultiheadAttention", cp_group, argument="cp")

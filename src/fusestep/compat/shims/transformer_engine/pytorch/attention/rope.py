@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusestep import nn
+from fusestep.compat.implementation import ran
 from fusestep.compat.report import served
 from transformer_engine.pytorch._arguments import PACKAGE, SBHD, check_ranks, layout_of, placed
 
@@ -66,7 +67,7 @@ def apply_rotary_pos_emb(
             cu_seqlens, interleaved = interleaved, False
     del fused  # the rotation is one kernel in any case
     check_ranks("apply_rotary_pos_emb", None, cp_size, "cp")
-    served(f"{PACKAGE}.apply_rotary_pos_emb", "fusestep.nn.functional.apply_rotary_pos_emb")
+    ran(f"{PACKAGE}.apply_rotary_pos_emb", "fusestep.nn.functional.apply_rotary_pos_emb", "rotary", t)
     layout = layout_of(tensor_format)
     starts = cu_seqlens if layout == "thd" else None
     return nn.functional.apply_rotary_pos_emb(t, freqs, layout, start_positions, interleaved, starts)

@@ -89,7 +89,7 @@ def _rolled(state: Slots) -> Slots:
     return shown
 
 
-class TransformerEngineBaseModule(FP8Module):
+class TransformerEngineBaseModule(_arguments.OneRank, FP8Module):
     """A module of fusestep's that goes by a name of Transformer Engine."""
 
     #: The class of fusestep's that does the work, for the report.
@@ -183,12 +183,6 @@ class TransformerEngineBaseModule(FP8Module):
         # fusestep's own forward, whose order of arguments these are.
         ours: Any = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("fusestep.nn"))
         return torch.compiler.disable(ours.forward, reason=GRAPH_BREAK)(self, *args)
-
-    # Parallelism
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        _arguments.check_ranks(type(self).__name__, tp_group)
 
 
 def bias_or_empty(results: Any, place: int, like: Tensor) -> Any:

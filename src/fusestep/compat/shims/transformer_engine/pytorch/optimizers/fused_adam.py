@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusestep import optim
-from fusestep.compat.report import not_served, served
+from fusestep.compat.report import not_served
 from fusestep.compat.stepping import DropInOptimizer
 from fusestep.errors import UserError
 
@@ -26,6 +26,7 @@ class FusedAdam(DropInOptimizer, optim.FusedAdam):
     """
 
     SERVED_BY = "fusestep.optim.FusedAdam"
+    op = "adam"
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class FusedAdam(DropInOptimizer, optim.FusedAdam):
             master_weights=master_weights,
             moment_dtype=exp_avg_dtype,
         )
-        served(_NAME, self.SERVED_BY)
+        self._served("transformer_engine.pytorch.optimizers")
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:  # noqa: ARG002
         """Give a parameter its state before its first step; the master starts from the value before a cast to FP8."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from fusestep import optim
-from fusestep.compat.report import served
 from fusestep.compat.stepping import DropInOptimizer
 
 __all__ = ["FusedSGD"]
@@ -16,6 +15,7 @@ class FusedSGD(DropInOptimizer, optim.FusedSGD):
     """SGD with momentum in one launch; see fusestep.optim.FusedSGD. Each parameter knows whether it was stepped."""
 
     SERVED_BY = "fusestep.optim.FusedSGD"
+    op = "sgd"
     counts_steps = False
 
     def __init__(
@@ -33,4 +33,4 @@ class FusedSGD(DropInOptimizer, optim.FusedSGD):
     ) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum=wd_after_momentum)
-        served("transformer_engine.pytorch.optimizers.FusedSGD", self.SERVED_BY)
+        self._served("transformer_engine.pytorch.optimizers")
