@@ -14,11 +14,12 @@ from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops import block_product, block_scaling
 from fusestep.ops.block_product import PAIRS
-from fusestep.ops.block_scaling import BLOCKS, FORMATS, quantize_blocks, quantize_blocks_op
+from fusestep.ops.block_scaling import BLOCKS, quantize_blocks, quantize_blocks_op
+from fusestep.ops.dtypes import FP8
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.scaled_mm import scaled_mm, tolerance
 
-E4M3, E5M2 = FORMATS
+E4M3, E5M2 = FP8
 ROW, TILE, MX = BLOCKS
 
 #: Half the distance of neighbouring values over the smaller: the largest error of a value, so also of a block's amax.
@@ -118,7 +119,7 @@ def check_quantized(q: Quantized, x: Tensor, block: tuple[int, int], power_of_tw
     rows=st.integers(1, 400),
     columns=st.integers(1, 400),
     block=st.sampled_from(BLOCKS),
-    dtype=st.sampled_from(FORMATS),
+    dtype=st.sampled_from(FP8),
     element=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     power_of_two=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -146,7 +147,7 @@ def test_bytes_and_scales_are_those_of_the_table(
 
 @pytest.mark.parametrize("columns", [1, 127, 128, 129, 130])
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", FP8)
 def test_a_partial_last_block_takes_its_scale_from_what_is_there(
     columns: int, block: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -191,7 +192,7 @@ def test_one_huge_value_spoils_its_own_block_alone(block: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("amax", [1e-45, 1e-40, 1e-38, 1e-36, 1e-30, 1e-9, 3e38])
 def test_tiny_and_large_amaxes_keep_scales_and_inverses_finite(
     block: tuple[int, int], dtype: torch.dtype, amax: float
@@ -206,7 +207,7 @@ def test_tiny_and_large_amaxes_keep_scales_and_inverses_finite(
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", FP8)
 def test_values_that_are_not_finite_are_seen_in_their_place(block: tuple[int, int], dtype: torch.dtype) -> None:
     x = random_matrix(40, 300)
     x[3, 5], x[4, 130], x[35, 260], x[36, 1] = math.inf, -math.inf, math.nan, -math.nan
@@ -393,7 +394,7 @@ def check_products(m: int, n: int, k: int, recipe: str, gradient: torch.dtype, d
     n=st.integers(1, 400),
     k=st.integers(1, 400),
     recipe=st.sampled_from(["block", "fp32 scales", "mx"]),
-    gradient=st.sampled_from(FORMATS),
+    gradient=st.sampled_from(FP8),
     seed=st.integers(0, 2**32),
 )
 @settings(deadline=None, max_examples=25)
@@ -406,7 +407,7 @@ def test_products_of_any_shape(m: int, n: int, k: int, recipe: str, gradient: to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["block", "fp32 scales", "mx"])
-@pytest.mark.parametrize("gradient", FORMATS)
+@pytest.mark.parametrize("gradient", FP8)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 130, 129), (300, 77, 515), (1024, 512, 256)])
 def test_products_on_a_gpu(recipe: str, gradient: torch.dtype, shape: tuple[int, int, int]) -> None:
     check_products(*shape, recipe, gradient, torch.device("cuda", 0))
@@ -598,7 +599,7 @@ def extreme_magnitudes() -> Tensor:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")  # infinity times zero
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("block", [ROW, MX])
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_scales_of_extreme_magnitudes_are_those_of_the_reference(

@@ -30,6 +30,7 @@ from fusestep.fp8.recipes import (
 from fusestep.fp8.state import Slots
 from fusestep.ops.activation import activation_backward, activation_forward, run_activation
 from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.block_scaling_launch import MX, ROW, TILE
 from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.layouts import keep
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
@@ -44,9 +45,6 @@ from fusestep.ops.roll_scales import SLOT
 
 #: Plans that one module keeps; shapes may never repeat.
 MOST_PLANS = 256
-
-#: A block of weights, and of all else, under Float8BlockScaling; MXFP8's for both.
-TILE, ROW, MX_ROW = (128, 128), (1, 128), (1, 32)
 
 
 class Norm(NamedTuple):
@@ -341,7 +339,7 @@ class BlockCasts(Casts):
     def __init__(self, recipe: Float8BlockScaling | MXFP8BlockScaling) -> None:
         super().__init__(recipe)
         if isinstance(recipe, MXFP8BlockScaling):
-            self.block, self.weight_block, self.power_of_two = MX_ROW, MX_ROW, True
+            self.block, self.weight_block, self.power_of_two = MX, MX, True
         else:
             self.block, self.weight_block, self.power_of_two = ROW, TILE, not recipe.use_f32_scales
 

@@ -31,7 +31,7 @@ from fusestep.errors import UserError
 from fusestep.fp8.held import Copies, give, part_of, revision
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fusestep.ops.block_scaling import quantize_blocks
-from fusestep.ops.block_scaling_launch import unwritten_scales
+from fusestep.ops.block_scaling_launch import MX, TILE, unwritten_scales
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT
@@ -107,7 +107,7 @@ class WeightCopies(Copies):
         """Cast a weight (rows, columns) as the module would, recording its amax in the slot."""
         form = self.form
         if form.kind in ("tiles", "microblocks"):
-            block = (128, 128) if form.kind == "tiles" else (1, 32)
+            block = TILE if form.kind == "tiles" else MX
             return quantize_blocks(
                 weight, form.dtype, block, columnwise=form.transposed, power_of_two=form.power_of_two
             )[0]
@@ -149,7 +149,7 @@ class WeightCopies(Copies):
             memory = torch.zeros(padded(rows), padded(columns), dtype=torch.uint8, device=device)
             return memory.view(form.dtype)
 
-        block = (128, 128) if form.kind == "tiles" else None
+        block = TILE if form.kind == "tiles" else None
         scales = torch.zeros((), dtype=torch.float32, device=device)
         transposed_scales = scales
         if block is not None:

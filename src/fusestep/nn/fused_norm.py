@@ -1,4 +1,6 @@
-"""The norm that stands before a product in LayerNormLinear and LayerNormMLP: its parameters, and its plain form."""
+"""The norm that stands before a product in LayerNormLinear and LayerNormMLP: its parameters, its plain form, and what
+their autograd.Functions do with it in FP8.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops.norm import explain, normalise
+from fusestep.ops.norm_ops import norm_backward, run_backward
+from fusestep.ops.quantized import Quantized
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -79,3 +83,71 @@ class NormedModule(FP8Module):
                 f"{self._described()}: residual has shape {tuple(residual.shape)} on {residual.device} and x "
                 f"{tuple(x.shape)} on {x.device}; pass a residual of x's shape and device."
             )
+
+
+# Around the norm in FP8: what an autograd.Function gives, keeps and returns for it
+
+
+def present(*outputs: Tensor | None) -> Any:
+    """Those of a Function's outputs that there are, one by itself: torch.compile knows no output that is None."""
+    there = tuple([output for output in outputs if output is not None])
+    return there if len(there) > 1 else there[0]
+
+
+def sorted_out(result: Any, has_total: bool, has_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, x + residual or None, norm or None) of what `present` left."""
+    if not (has_total or has_output):
+        return result, None, None
+    return result[0], result[1] if has_total else None, result[-1] if has_output else None
+
+
+def kept_for_weight(quantized: Quantized, is_needed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What of a norm's output backward keeps for the weight's gradient: the transpose, or the data to make it of."""
+    if not is_needed:
+        return None, None
+    if quantized.transposed is not None:
+        return quantized.transposed, quantized.transposed_scale_inv
+    return quantized.data, quantized.scale_inv
+
+
+def norm_gradients(
+    dn: Tensor | None,
+    dtotal: Tensor | None,
+    dnormed: Tensor | None,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    centred: bool,
+    needed: list[bool],
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, the residual, the norm's weight and bias.
+
+    Args:
+        dn, dnormed: gradients of the norm's output, by way of the product and as it was returned.
+        dtotal: the gradient of x + residual as it was returned.
+        x: what was normalised. needed: which of the four are.
+    """
+    if dnormed is not None:
+        dn = dnormed if dn is None else dn + dnormed
+    x_needed, residual_needed, weight_needed, bias_needed = needed
+    dx, dweight, dbias = dtotal, None, None
+    if dn is not None and any(needed):
+        width = x.shape[-1]
+        backward = norm_backward if torch.compiler.is_compiling() else run_backward
+        dx, dweight, dbias = backward(
+            dn, dtotal, x, statistics, weight, bias, width, centred, False, x.dtype, weight_needed, bias_needed
+        )
+    dresidual = dx if residual_needed else None
+    if dx is not None and dx.dtype is not x_dtype:
+        dx = dx.to(x_dtype)
+    if dresidual is not None and dresidual.dtype is not residual_dtype:
+        dresidual = dresidual.to(residual_dtype)
+    return (
+        dx if x_needed else None,
+        dresidual,
+        dweight if weight_needed else None,
+        dbias if bias_needed else None,
+    )

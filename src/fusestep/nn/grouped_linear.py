@@ -17,7 +17,8 @@ from fusestep.fp8.casting import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.nn.fp8_module import FP8Module, Initialiser, initialise
-from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, _apply_linear, plain_linear
+from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, _apply_linear
+from fusestep.nn.products import plain_linear
 from fusestep.ops.quantized import Quantized
 
 #: Slots of each of the layers.

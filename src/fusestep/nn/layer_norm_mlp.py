@@ -20,9 +20,16 @@ from fusestep.fp8.casting import Casts, Norm
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
-from fusestep.nn.fused_norm import Normalization, NormedModule
-from fusestep.nn.layer_norm_linear import kept_for_weight, norm_gradients, present, sorted_out
-from fusestep.nn.linear import (
+from fusestep.nn.fused_norm import (
+    Normalization,
+    NormedModule,
+    kept_for_weight,
+    norm_gradients,
+    present,
+    sorted_out,
+)
+from fusestep.nn.operands import plain_operands
+from fusestep.nn.products import (
     forward_product,
     input_gradient,
     plain_linear,
@@ -30,7 +37,6 @@ from fusestep.nn.linear import (
     shaped,
     weight_gradient,
 )
-from fusestep.nn.operands import plain_operands
 from fusestep.ops.activation import activation as activate
 from fusestep.ops.activation import is_gated
 from fusestep.ops.quantize import transpose_bytes

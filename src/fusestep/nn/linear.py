@@ -12,7 +12,7 @@ A gradient that nobody needs is not computed, nor is the operand cast for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,14 @@ from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply, whole
 from fusestep.nn.operands import plain_operands, stand_in
-from fusestep.ops.quantized import Quantized
-from fusestep.ops.scaled_mm import multiply
+from fusestep.nn.products import (
+    forward_product,
+    input_gradient,
+    plain_linear,
+    refusing_a_second,
+    shaped,
+    weight_gradient,
+)
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -253,106 +259,6 @@ class _Linear(torch.autograd.Function):
 
 
 _apply_linear = plain_apply(_Linear)
-
-
-# The products, which the other modules share
-
-
-def forward_product(casts: Casts, x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x · weightᵀ + bias, (rows, out); contiguous."""
-    assert x.data is not None
-    assert weight.data is not None
-    return multiply(
-        x.data,
-        x.scale_inv,
-        weight.data,
-        weight.scale_inv,
-        x.shape[0],
-        weight.shape[0],
-        dtype,
-        bias,
-        True,
-        casts.block,
-        casts.weight_block,
-    )
-
-
-def input_gradient(
-    casts: Casts, dy: Quantized, weight_transposed: Tensor, weight_scale_inv: Tensor, features: int, dtype: torch.dtype
-) -> Tensor:
-    """dy · weight, (rows, features); contiguous."""
-    assert dy.data is not None
-    return multiply(
-        dy.data,
-        dy.scale_inv,
-        weight_transposed,
-        weight_scale_inv,
-        dy.shape[0],
-        features,
-        dtype,
-        None,
-        False,
-        casts.block,
-        casts.weight_block,
-    )
-
-
-def weight_gradient(
-    casts: Casts, dy: Quantized, x_transposed: Tensor, x_scale_inv: Tensor, features: int, dtype: torch.dtype
-) -> Tensor:
-    """dyᵀ · x, (out, features), in the dtype of the weight; contiguous."""
-    assert dy.transposed is not None
-    return multiply(
-        dy.transposed,
-        dy.transposed_scale_inv,
-        x_transposed,
-        x_scale_inv,
-        dy.shape[1],
-        features,
-        dtype,
-        None,
-        False,
-        casts.block,
-        casts.block,
-    )
-
-
-def shaped(y: Tensor, x: Tensor) -> Tensor:
-    """y (rows, columns) with x's leading dimensions."""
-    if x.dim() == 2:
-        return y
-    # Not a view to autograd, which would forbid to change the output in place.
-    result: Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
-    return result
-
-
-def refusing_a_second(
-    who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Tensor | None
-) -> Any:
-    """The gradients of a backward with create_graph=True, such that differentiating them again raises."""
-    with torch.no_grad():
-        gradients = backward(ctx, *dy)
-    message = (
-        f"{who} in FP8 cannot be differentiated twice, since a cast has no gradient; run the module outside of "
-        "fp8_autocast where gradients of gradients are needed"
-    )
-    refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
-    return refuse(*(None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
-
-
-def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region | None) -> Tensor:
-    """torch's own product, in the dtype of torch.autocast where it is enabled.
-
-    Raises: UserError where dtypes differ and nothing settles them: an FP8 region, as torch.autocast, does.
-    """
-    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        if region is None or not region.enabled:
-            raise UserError(
-                f"{module._described()}: x has dtype {x.dtype} and the weight {weight.dtype}; convert one of them, or "
-                "run under torch.autocast."
-            )
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return nn.functional.linear(x, weight, bias)
 
 
 def split_sizes(who: str, out_features: int, split: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from fusestep.errors import UserError
 from fusestep.nn.attention import BiasType, DotProductAttention, Format, Masks, check_heads
 from fusestep.nn.fp8_module import Initialiser
+from fusestep.nn.fused_norm import Normalization
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.linear import Linear
 from fusestep.nn.normalization import LayerNorm, RMSNorm
 from fusestep.ops.rotary import apply_rotary_pos_emb
 
-Normalization = Literal["LayerNorm", "RMSNorm"]
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fusestep.errors import UserError
 from fusestep.nn.attention import BiasType, Format, Masks
 from fusestep.nn.fp8_module import Initialiser
+from fusestep.nn.fused_norm import Normalization
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
-from fusestep.nn.multihead_attention import NORMS, MultiheadAttention, Normalization, reset_parts
+from fusestep.nn.multihead_attention import NORMS, MultiheadAttention, reset_parts
 
 
 class TransformerLayer(nn.Module):

@@ -22,15 +22,11 @@ from torch.nn.functional import ScalingType, scaled_mm
 from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.hardware import Support
-from fusestep.ops.block_scaling_launch import Block, scales_shape, unwritten_scales
+from fusestep.ops.block_scaling_launch import MX, ROW, TILE, Block, scales_shape, unwritten_scales
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.exact_product import exact_product
 from fusestep.ops.quantized import values
 from fusestep.precision import Scaling
-
-MX = (1, 32)
-ROW = (1, 128)
-TILE = (128, 128)
 
 #: What torch calls them.
 KINDS = {ROW: ScalingType.BlockWise1x128, TILE: ScalingType.BlockWise128x128}

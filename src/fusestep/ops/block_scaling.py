@@ -38,15 +38,24 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.block_scaling_kernel import quantize_blocks_kernel
-from fusestep.ops.block_scaling_launch import Block, BlockPlan, Outputs, block_launch, constants, unwritten
+from fusestep.ops.block_scaling_launch import (
+    MX,
+    ROW,
+    TILE,
+    Block,
+    BlockPlan,
+    Outputs,
+    block_launch,
+    constants,
+    unwritten,
+)
 from fusestep.ops.block_scaling_reference import quantize_blocks_reference
-from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
+from fusestep.ops.dtypes import CASTABLE, FP8, SHORT_NAMES, dtype_name
 from fusestep.ops.layouts import keep
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
-BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128), (1, 32))
-FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCKS = (ROW, TILE, MX)
 
 
 def _reference(
@@ -187,13 +196,13 @@ def quantize_blocks(
 
 def _check(x: Tensor, dtype: torch.dtype, block: Block, anything: bool) -> None:
     """One sentence for what cannot be quantised."""
-    if x.dim() == 2 and x.dtype in KERNEL_DTYPES and dtype in FORMATS and block in BLOCKS and anything:
+    if x.dim() == 2 and x.dtype in CASTABLE and dtype in FP8 and block in BLOCKS and anything:
         return
     if x.dim() != 2:
         raise UserError(f"quantize_blocks: x has shape {tuple(x.shape)}; pass a matrix, (rows, columns).")
-    if x.dtype not in KERNEL_DTYPES:
+    if x.dtype not in CASTABLE:
         raise UserError(f"quantize_blocks: x is {dtype_name(x.dtype)}; pass float32, bfloat16 or float16.")
-    if dtype not in FORMATS:
+    if dtype not in FP8:
         raise UserError(f"quantize_blocks: dtype is {dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2.")
     if block not in BLOCKS:
         raise UserError(f"quantize_blocks: block is {block!r}; pass (1, 128), (128, 128) or (1, 32).")
@@ -206,8 +215,8 @@ def _check(x: Tensor, dtype: torch.dtype, block: Block, anything: bool) -> None:
 def prove(device: torch.device) -> list[Proof]:
     """Bytes and scales of every kind of block against the reference, of fresh random inputs: none may differ."""
     proofs = []
-    for block, dtype, power_of_two in itertools.product(BLOCKS, FORMATS, (True, False)):
-        if block == (1, 32) and not power_of_two:
+    for block, dtype, power_of_two in itertools.product(BLOCKS, FP8, (True, False)):
+        if block == MX and not power_of_two:
             continue
         x = torch.randn(141, 203, device=device).mul_(torch.randn(141, 1, device=device).exp_()).to(torch.bfloat16)
         options = (x, dtype, block, True, True, power_of_two, torch.float32)
@@ -229,7 +238,7 @@ def compilations() -> Iterator[Compilation]:
 
     Of each launch what holds the most: both forms, unless it is for one.
     """
-    e4m3, e5m2 = FORMATS
+    e4m3, e5m2 = FP8
     row, tile, microblock = BLOCKS
     for label, element, dtype, block, power_of_two, columnwise, has_sums, hardware_cast in (
         ("activations", torch.bfloat16, e4m3, row, True, True, False, True),

@@ -15,13 +15,19 @@ from fusestep.ops.layouts import layout
 from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
 from fusestep.ops.quantized import padded
 
+#: Rows and columns that share a scale.
 Block = tuple[int, int]
+
+#: Of activations and gradients, of weights, and of both in MXFP8.
+ROW: Block = (1, 128)
+TILE: Block = (128, 128)
+MX: Block = (1, 32)
 
 #: (data, scales, transposed, its scales, column sums); None where they are not wanted.
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-#: Rows and columns of a tile that has whole blocks in both directions.
-TILE = 128
+#: Rows and columns of what a program casts, which has whole blocks in both directions.
+SIDE = 128
 
 
 def scales_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
@@ -37,7 +43,7 @@ def unwritten_scales(rows: int, columns: int, block: Block, device: torch.device
     shape = scales_shape(rows, columns, block)
     if block[0] != 1:
         return torch.empty(shape, dtype=torch.float32, device=device)
-    dtype = torch.uint8 if block[1] == 32 else torch.float32
+    dtype = torch.uint8 if block == MX else torch.float32
     return torch.empty_strided(shape, (1, max(shape[0], 1)), dtype=dtype, device=device)
 
 
@@ -74,12 +80,12 @@ def block_launch(block: tuple[int, int], columnwise: bool, column_sums: bool, el
     With 80 registers three programs of 8 warps share a multiprocessor, which pays for weights and where columns are
     summed; a tile of fp32 needs twice as many. Measured on an H200: the fastest of five or six settings each.
     """
-    if block == (1, 128) and not columnwise and not column_sums:
+    if block == ROW and not columnwise and not column_sums:
         return BlockLaunch(32, 4)
     if element_size == 4:
-        return BlockLaunch(TILE, 16)
-    is_capped = block == (128, 128) or (block == (1, 128) and column_sums)
-    return BlockLaunch(TILE, 8, 80 if is_capped else None)
+        return BlockLaunch(SIDE, 16)
+    is_capped = block == TILE or (block == ROW and column_sums)
+    return BlockLaunch(SIDE, 8, 80 if is_capped else None)
 
 
 def constants(dtype: torch.dtype, block: tuple[int, int], power_of_two: bool, hardware_cast: bool) -> dict[str, Any]:
@@ -125,7 +131,7 @@ class BlockPlan:
         if launch.registers is not None:
             options["maxnreg"] = launch.registers
         options |= constants(dtype, block, power_of_two, has_cast)
-        grid = (down * -(-padded(columns) // TILE),)
+        grid = (down * -(-padded(columns) // SIDE),)
         self._cast = PreparedLaunch(quantize_blocks_kernel, grid, device, numbers, **options)
         # Where a device has no such cast, Triton knows no pointer to FP8 either.
         self._as_bytes = not has_cast

@@ -34,15 +34,14 @@ from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.block_product import check_blocks, multiply_blocks
 from fusestep.ops.block_scaling_launch import Block
-from fusestep.ops.dtypes import dtype_name
+from fusestep.ops.dtypes import FP8, dtype_name
 from fusestep.ops.exact_product import exact_product
 from fusestep.ops.quantized import PAD, padded
-from fusestep.ops.registry import Op, Proof, catalogue, define, relative_error
+from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
 
 #: Rows and columns that share a scale in a and in b.
 Blocks = tuple[Block, Block]
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What hardware multiplies: all but E5M2 by E5M2.
 PAIRS = frozenset((a, b) for a in FP8 for b in FP8 if (a, b) != (torch.float8_e5m2, torch.float8_e5m2))
 OUTPUTS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -79,7 +78,7 @@ def scaled_mm(
         every device.
     Raises: UserError, before anything is launched, for what the hardware cannot multiply, on every device.
     """
-    if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or not is_plain(a):
         out: Tensor = scaled_mm_op(
             a, a_scale_inv, b, b_scale_inv, rows, columns, out_dtype, bias, fast_accumulation, a_block, b_block
         )
@@ -106,6 +105,7 @@ def multiply(
 
     Call it where gradients are disabled, as within an autograd.Function. Returns: as scaled_mm, but contiguous.
     """
+    # `is_plain`, without the call: every product of a module passes here.
     if torch.compiler.is_compiling() or type(a) is not Tensor or torch._C._len_torch_dispatch_stack():
         run = scaled_mm_op
     elif a_block is None and dispatch.multiplies_fp8("scaled_mm", a.device):
