@@ -151,6 +151,8 @@ def test_what_cannot_be_a_step_is_refused(device: torch.device) -> None:
         TrainStep(model, mean_square, optimizer, accumulate=0)
     with pytest.raises(UserError, match="max_graphs is 'many'"):
         TrainStep(model, mean_square, optimizer, max_graphs="many")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="LBFGS takes several gradients in a step, by a closure"):
+        TrainStep(model, mean_square, torch.optim.LBFGS(model.parameters()))
     parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(UserError, match="the model's parameters lie on cpu, meta; move it to one device"):
         TrainStep(parts, mean_square, FusedAdam(parts[0].parameters()))
@@ -244,6 +246,65 @@ class TestGraph:
         assert len(steps[0].captures) == 1
         assert int(optimizer.skipped_steps) == 1
         assert scalers[0].get_scale() == scalers[1].get_scale() != 2.0**10
+
+    def test_batches_in_dicts(self) -> None:
+        def of_dict(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+            return mean_square(model, batch["x"], batch["more"][0])
+
+        step, twin = pair(plain(self.device), loss_fn=of_dict, accumulate=2)
+        data = [({"x": x.pin_memory(), "more": (y, None, 3)},) for x, y in batches(8, torch.device("cpu"))]
+        run_both(step, twin, data)
+        assert len(step.captures) == 1
+
+    @pytest.mark.parametrize("error", [KeyError("token"), KeyboardInterrupt()], ids=["an error", "an interrupt"])
+    def test_what_loss_fn_raises_in_a_capture_passes_and_the_next_call_captures(self, error: BaseException) -> None:
+        captures: list[int] = []
+
+        def raising(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            loss = mean_square(model, x + 0 * torch.randn_like(x), y)
+            if torch.cuda.is_current_stream_capturing():
+                captures.append(1)
+                if len(captures) == 2:  # the second micro-batch: gradients are there
+                    raise error
+            return loss
+
+        step, twin = pair(plain(self.device, dropout=0.2), loss_fn=raising, accumulate=2)
+        data = batches(9, self.device)
+        losses = []
+        torch.cuda.manual_seed(7)
+        for number, batch in enumerate(data):
+            if number == 3:
+                with pytest.raises(type(error)):
+                    step(*batch)
+            losses.append(float(step(*batch)))
+        torch.cuda.manual_seed(7)
+        assert [float(twin(*batch)) for batch in data] == losses
+        assert_same(step, twin)
+        assert step.fallback is None
+        assert len(step.captures) == 1
+
+    def test_a_graph_leaves_the_memory_of_gradients_outside_of_the_optimizer_alone(self) -> None:
+        model = plain(self.device)
+        step = TrainStep(model, mean_square, FusedAdam(model[4].parameters(), **OPTIONS))
+        for batch in batches(6, self.device):
+            step(*batch)
+        model.zero_grad()
+        others = [torch.full((40, 12), 3.0, device=self.device) for _ in range(64)]
+        for batch in batches(6, self.device):
+            step(*batch)
+        assert len(step.captures) == 1
+        assert all(bool((other == 3.0).all()) for other in others)
+
+    def test_an_optimizer_that_counts_on_the_host_falls_back(self) -> None:
+        model = plain(self.device)
+        twin = copy.deepcopy(model)
+        steps = []
+        for one, capture in ((model, True), (twin, False)):
+            optimizer = torch.optim.Adagrad(one.parameters(), lr=0.1, lr_decay=0.5)
+            steps.append(TrainStep(one, mean_square, optimizer, capture=capture))
+        for batch in batches(8, self.device):
+            assert torch.equal(steps[0](*batch), steps[1](*batch))
+        assert "it changes 'step' of Adagrad on the host" in str(steps[0].fallback)
 
     def test_accumulation(self) -> None:
         step, twin = pair(plain(self.device), accumulate=3)

@@ -21,6 +21,7 @@ Source: PyTorch documentation, "CUDA Graphs" (whole-network capture).
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import sys
 import time
@@ -109,7 +110,7 @@ class TrainStep:
         captures: what each capture cost, in their order.
         fallback: why steps run one launch at a time, or None.
 
-    Raises: UserError for options out of range, models on several devices.
+    Raises: UserError for options out of range, models on several devices, optimizers that need a closure.
     """
 
     def __init__(
@@ -129,6 +130,12 @@ class TrainStep:
         for name, number in (("accumulate", accumulate), ("max_graphs", max_graphs)):
             if not isinstance(number, int) or number < 1:
                 raise UserError(f"TrainStep: {name} is {number!r}; pass a whole number of at least 1.")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UserError(
+                f"TrainStep: {type(optimizer).__name__} takes several gradients in a step, by a closure; pass an "
+                "optimizer that takes one, as torch.optim.AdamW does."
+            )
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -362,6 +369,7 @@ class TrainStep:
             context = error.__context__
             cause = error if context is None or context is outer else context
             if not isinstance(cause, (RuntimeError, UserError)):  # no capture's: an interrupt, or a fault of loss_fn's
+                self._pool = None  # graphs that there are keep theirs
                 raise cause from None
             reason = hardware.first_line(cause)
             del context, cause

@@ -138,3 +138,14 @@ def test_a_conversion_leaves_the_gpus_generator_and_waits_for_nothing_afterwards
     model.norm(model.layers[0](x, position_embeddings=rotation)).sum().backward()  # kernels are compiled
     with no_waiting():
         model.norm(model.layers[0](x, position_embeddings=rotation)).sum().backward()
+
+
+def test_a_default_device_is_no_obstacle(models: SimpleNamespace) -> None:
+    torch.set_default_device("cuda")
+    try:
+        model = nn.ModuleList([models.Decoder(layers=1), models.EncoderClassifier(), models.NewGELUActivation()])
+        report = convert(model)
+        assert len(report.swapped) == 5 + 9 + 1
+        assert report.left == ()
+    finally:
+        torch.set_default_device(None)
