@@ -147,8 +147,12 @@ class DropInOptimizer(Base):
 
 
 def renew_scales() -> None:
-    """Have amaxes enter the histories of delayed scaling and renew scales, unless a region goes on."""
-    if not context.is_inside():
+    """Have amaxes enter the histories of delayed scaling and renew scales, unless a region goes on.
+
+    Not while a CUDA graph is captured, whose replays would do it beside the regions that begin between them.
+    """
+    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if not context.is_inside() and not is_capturing:
         # A region rolls as it begins.
         with torch.enable_grad(), fp8.fp8_autocast():
             pass

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusestep.compat import report
+from fusestep.compat import install, report
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -106,10 +106,8 @@ def test_with_the_batch_first_the_same_script_learns_the_rule(
     assert report.snapshot().hints == []
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_the_tutorial_runs_on_a_cpu(fusestep_run: Run, in_fp8: bool) -> None:
-    done = fusestep_run(for_cpu(script(), in_fp8=in_fp8))
-    out = done.stdout
+def check_the_tutorial(out: str) -> None:
+    """What it prints in FP8 and without."""
     assert "Transformer Engine imported OK: unknown version" in out
     assert "te.LayerNormLinear (8, 32, 144)" in out
     curve = losses(out)
@@ -117,21 +115,37 @@ def test_the_tutorial_runs_on_a_cpu(fusestep_run: Run, in_fp8: bool) -> None:
     assert "Model: TE fused" in out
     assert len(strides(out)) == 19
     assert "Done! Things to try next" in out
-    if in_fp8:
-        assert "FP8 recipe: recipe_type=DelayedScaling, margin=0, format=HYBRID, amax_history_len=16" in out
-        state = re.search(r"block-0 submodule '(.*)':\n   scale       : \[(.*)\]\n   amax_history: \[(.*)\]", out)
-        assert state is not None
-        assert state.group(1) == "self_attention.layernorm_qkv"
-        scales = [float(scale) for scale in state.group(2).split(",")]
-        assert len(scales) == 3
-        assert scales[0] > 1 < scales[1]
-        assert scales[2] == 1.0
-        assert state.group(3) == "0.0, 0.0, 0.0"
-    else:
-        assert "TE reports FP8 unsupported" in out
-        assert "FP8 is emulated here" in out
+
+
+def test_the_tutorial_runs_on_a_cpu_in_fp8(fusestep_run: Run) -> None:
+    done = fusestep_run(for_cpu(script(), in_fp8=True))
+    out = done.stdout
+    check_the_tutorial(out)
+    assert "FP8 recipe: recipe_type=DelayedScaling, margin=0, format=HYBRID, amax_history_len=16" in out
+    state = re.search(r"block-0 submodule '(.*)':\n   scale       : \[(.*)\]\n   amax_history: \[(.*)\]", out)
+    assert state is not None
+    assert state.group(1) == "self_attention.layernorm_qkv"
+    scales = [float(scale) for scale in state.group(2).split(",")]
+    assert len(scales) == 3
+    assert scales[0] > 1 < scales[1]
+    assert scales[2] == 1.0
+    assert state.group(3) == "0.0, 0.0, 0.0"
     assert "on the CPU" in done.stderr  # where "cuda" was the default
     assert 'attn_input_format="bshd"' in done.stderr
+
+
+def test_the_tutorial_takes_no_for_an_answer_about_fp8(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has all imported; what the script starts, pip, finds the shims as under `fusestep run`."""
+    monkeypatch.setenv("PYTHONPATH", str(install.SHIMS))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    exec(compile(for_cpu(script(), in_fp8=False), "tutorial", "exec"), {"__name__": "script"})
+    out = capsys.readouterr().out
+    check_the_tutorial(out)
+    assert "TE reports FP8 unsupported" in out
+    assert "FP8 is emulated here" in out
+    assert 'attn_input_format="bshd"' in report.snapshot().hints[0]
 
 
 @pytest.mark.gpu
