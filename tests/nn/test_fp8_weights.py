@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_autocast, fp8_model_init
-from fusestep.fp8.casting import Casts
+from fusestep.fp8.casts import Casts
 from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn import LayerNormLinear, LayerNormMLP, Linear

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusestep import dispatch, fp8
-from fusestep.fp8.casting import Casts, _TensorwiseCasts
+from fusestep.fp8.casts import Casts
+from fusestep.fp8.casts_tensorwise import TensorwiseCasts
 from fusestep.nn import Linear
 from fusestep.ops.planned_product import PlannedProduct
 
@@ -65,7 +66,7 @@ def test_outputs_and_gradients_are_those_of_the_unplanned_layer(
     found = steps(layer, recipe, shape, dtype)
     assert len(calls) == (2 if is_planned else 0)
     layer._reset_fp8()
-    monkeypatch.setattr(_TensorwiseCasts, "planned_product", lambda *_: None)
+    monkeypatch.setattr(TensorwiseCasts, "planned_product", lambda *_: None)
     for ours, theirs in zip(found, steps(layer, recipe, shape, dtype), strict=True):
         assert ours.dtype is theirs.dtype
         assert torch.equal(ours, theirs)
@@ -122,7 +123,7 @@ def test_on_the_device_too(
     layer = Linear(columns, outputs, dtype=torch.bfloat16, device="cuda")
     found = steps(layer, recipe, (rows, columns), torch.bfloat16)
     layer._reset_fp8()
-    monkeypatch.setattr(_TensorwiseCasts, "planned_product", lambda *_: None)
-    monkeypatch.setattr(_TensorwiseCasts, "operands", Casts.operands)  # and each by itself
+    monkeypatch.setattr(TensorwiseCasts, "planned_product", lambda *_: None)
+    monkeypatch.setattr(TensorwiseCasts, "operands", Casts.operands)  # and each by itself
     for ours, theirs in zip(found, steps(layer, recipe, (rows, columns), torch.bfloat16), strict=True):
         assert torch.equal(ours, theirs)

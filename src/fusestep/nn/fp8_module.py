@@ -19,7 +19,8 @@ from fusestep import dispatch
 from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8 import context
-from fusestep.fp8.casting import Casts, is_counting, passing_casts, recording_casts, stateless_casts
+from fusestep.fp8.casting import is_counting, passing_casts, recording_casts, stateless_casts
+from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.copies import WeightCopies, attach
 from fusestep.fp8.held import Part, part_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import Choice
-from fusestep.fp8.casting import Casts, Norm
+from fusestep.fp8.casts import Casts, Norm
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, plain_apply
 from fusestep.nn.fused_norm import (
     Normalization,

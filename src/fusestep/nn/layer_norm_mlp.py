@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
 from fusestep.errors import UserError
-from fusestep.fp8.casting import Casts, Norm
+from fusestep.fp8.casts import Casts, Norm
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
 from fusestep.errors import UserError
-from fusestep.fp8.casting import Casts
+from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.errors import UserError
-from fusestep.fp8.casting import Casts
+from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops.quantized import Quantized

@@ -1,0 +1,107 @@
+"""Casts with a scale for each block: Float8BlockScaling's and MXFP8BlockScaling's.
+
+No kernel casts a norm or an activation as it computes it here: it is rounded between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusestep.fp8.casts import Casts, Norm, Normed
+from fusestep.fp8.recipes import Float8BlockScaling, MXFP8BlockScaling
+from fusestep.ops.activation import activation_backward, activation_forward, run_activation
+from fusestep.ops.block_scaling import quantize_blocks
+from fusestep.ops.block_scaling_launch import MX, ROW, TILE
+from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
+from fusestep.ops.quantized import Quantized
+
+
+class BlockCasts(Casts):
+    """A scale for each block: 1 × 128 and 128 × 128, or 1 × 32 with power-of-two scales (MXFP8)."""
+
+    block: tuple[int, int]
+    weight_block: tuple[int, int]
+
+    def __init__(self, recipe: Float8BlockScaling | MXFP8BlockScaling) -> None:
+        super().__init__(recipe)
+        if isinstance(recipe, MXFP8BlockScaling):
+            self.block, self.weight_block, self.power_of_two = MX, MX, True
+        else:
+            self.block, self.weight_block, self.power_of_two = ROW, TILE, not recipe.use_f32_scales
+
+    def _cast(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        block: tuple[int, int],
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None = None,
+    ) -> tuple[Quantized, Tensor | None]:
+        return quantize_blocks(
+            x,
+            dtype,
+            block,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            power_of_two=self.power_of_two,
+            sums_dtype=sums_dtype,
+        )
+
+    def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
+        return self._cast(x, self.forward_dtype, self.block, True, columnwise)[0]
+
+    def weight(self, weight: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
+        return self._cast(weight, self.forward_dtype, self.weight_block, True, columnwise)[0]
+
+    def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
+        compiling = torch.compiler.is_compiling()
+        y = activation_forward(h, name) if compiling else run_activation(h, None, name)
+        return self.input(y, index, columnwise)
+
+    def norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm,
+        index: int,
+        columnwise: bool,
+        dtype: torch.dtype,
+        keep_output: bool = False,
+    ) -> Normed:
+        width = x.shape[-1]
+        options = (norm.weight, norm.bias, width, norm.eps, norm.centred, dtype)
+        total: Tensor | None = None
+        if not torch.compiler.is_compiling():
+            y, total, statistics = run_forward(x, residual, *options)
+        elif residual is None:
+            y, statistics = norm_forward(x, *options)
+        else:
+            y, total, statistics = norm_forward_residual(x, residual, *options)
+        quantized = self.input(y.view(-1, width), index, columnwise)
+        return Normed(quantized, total, statistics, y if keep_output else None)
+
+    def gradient(
+        self,
+        dy: Tensor,
+        index: int,  # noqa: ARG002
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
+    ) -> tuple[Quantized, Tensor | None]:
+        return self._cast(dy, self.backward_dtype, self.block, rowwise, columnwise, sums_dtype)
+
+    def activation_gradient(
+        self,
+        da: Tensor,
+        h: Tensor,
+        name: str,
+        index: int,
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
+    ) -> tuple[Quantized, Tensor | None]:
+        compiling = torch.compiler.is_compiling()
+        dh = activation_backward(da, h, name) if compiling else run_activation(h, da, name)
+        return self.gradient(dh, index, rowwise, columnwise, sums_dtype)
