@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 from fusestep import convert
+from fusestep.convert.classes import is_converted
 from fusestep.convert.norms import FusedNorm
 from fusestep.errors import UserError
+from fusestep.fp8 import Float8CurrentScaling
 from fusestep.nn import FusedLayerNorm
 from fusestep.optim import FusedAdam
 
@@ -603,3 +606,46 @@ def test_a_module_in_two_places_is_skipped_by_either_name_and_a_name_of_none_is_
     assert report.unmatched == ("layer.0",)
     assert str(report).endswith("\nskipped nothing, since no module's path matches: 'layer.0'.")
     assert report.as_dict()["unmatched"] == ["layer.0"]
+
+
+class Copying(nn.LayerNorm):
+    """Copies itself by its constructor, as modules of some libraries do."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        other = type(self)(*self.normalized_shape)
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+def test_the_constructor_of_a_converted_class_makes_a_plain_module(models: SimpleNamespace) -> None:
+    model = nn.Sequential(models.DecoderLayer(32, 4, 56), Copying(8), nn.Linear(8, 8))
+    convert(model, fp8=Float8CurrentScaling())
+    for module, given in ((model[0], (32, 4, 56)), (model[0].mlp, (32, 56)), (model[1], (8,)), (model[2], (8, 8))):
+        assert is_converted(module)
+        made = type(module)(*given)
+        assert not any(is_converted(one) for one in made.modules())
+        assert isinstance(module, type(made))
+    assert type(model)(nn.ReLU())(torch.ones(2)).tolist() == [1, 1]
+    other, x = copy.deepcopy(model[1]), torch.randn(3, 8)
+    assert type(other) is Copying
+    torch.testing.assert_close(other(x), model[1](x))
+    assert list(inspect.signature(type(model[2])).parameters)[:3] == ["in_features", "out_features", "bias"]
+
+
+def test_what_has_no_shape_yet_stays_and_all_around_it_is_swapped(models: SimpleNamespace) -> None:
+    model = nn.ModuleList([models.GatedMLP(8, 12), nn.LayerNorm(8), nn.Embedding(5, 8), nn.LazyLinear(5)])
+    model[0].up_proj = nn.LazyLinear(12)
+    report = convert(model, fp8=Float8CurrentScaling())
+    reasons = {row.path: row.reason for row in report.left}
+    assert reasons["0"] == "its up_proj.weight has no shape yet: call the model once before"
+    assert reasons["3"] == "its weight has no shape yet: call the model once before"
+    assert {row.path for row in report.swapped} == {"0.gate_proj", "0.down_proj", "1"}
+
+
+def test_a_traced_model_keeps_its_own_way_of_being_pickled() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    report = convert(traced, fp8=Float8CurrentScaling())
+    assert [row.path for row in report.swapped] == ["0", "1"]
+    assert report.left[0].reason.startswith("it is copied and pickled in a way of its own (__reduce__): call it within")
+    x = torch.randn(3, 8)
+    assert torch.equal(pickle.loads(pickle.dumps(traced))(x), traced(x))

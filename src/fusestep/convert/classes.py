@@ -7,6 +7,7 @@ and the old class, and are made whole again when this package is there.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from typing import Any
@@ -55,6 +56,7 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn
         "__module__": kind.__module__ if prefix else original.__module__,
         "__qualname__": name if prefix else original.__qualname__,
         "__doc__": original.__doc__,
+        "__init__": _plain(original.__init__),
         "__reduce_ex__": _reduce,
         "forward": _with_signature(kind.forward, original.forward),
         "_kinds": (kind, *kinds),
@@ -70,6 +72,22 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type[nn
 _made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
+def _plain(original: Any) -> Any:
+    """The constructor of a class that we made: it makes a module of the old class, since nothing was tried of this one.
+
+    Libraries that copy or grow a model by `type(module)(…)` come here.
+    """
+
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kind: Any = type(self)
+        if is_converted(self):
+            object.__setattr__(self, "__class__", kind._base)
+        kind._base.__init__(self, *args, **kwargs)
+
+    return init
+
+
 def _with_signature(forward: Any, original: Any) -> Any:
     """`forward`, a copy of it if it takes anything, that shows the signature of `original` to those who look."""
     takes = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
@@ -82,6 +100,12 @@ def _with_signature(forward: Any, original: Any) -> Any:
     copy.__doc__ = getattr(original, "__doc__", None)
     copy.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return copy
+
+
+def pickles_by_itself(module: nn.Module) -> bool:
+    """Whether a module's class says how it is copied and pickled, which one that we make would not heed."""
+    kind = type(module)
+    return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ not in (object.__reduce_ex__, _reduce)
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:

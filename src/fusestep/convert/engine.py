@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fusestep.convert.agreement import Agreement, Trials
-from fusestep.convert.classes import become, is_converted
+from fusestep.convert.classes import become, is_converted, pickles_by_itself
 from fusestep.convert.linears import FP8Forward, FP8Linear, check_arguments, fp8_patterns
-from fusestep.convert.patterns import Pattern, Stage, is_a, is_named, known_patterns
+from fusestep.convert.patterns import Pattern, Stage, has_no_shape, is_a, is_named, known_patterns
 from fusestep.convert.report import Report, Row
 from fusestep.errors import UserError
 
@@ -72,7 +72,9 @@ class _Walk:
         self._passed_over = {
             id(one) for path, one in model.named_modules(remove_duplicate=False) if is_named(path, skip)
         }
-        default: Tensor | None = next((p for p in model.parameters() if p.is_floating_point()), None)
+        default: Tensor | None = next(
+            (p for p in model.parameters() if p.is_floating_point() and not has_no_shape(p)), None
+        )
         self._trials = Trials(default)
 
     def visit(self, patterns: Sequence[Pattern]) -> None:
@@ -164,9 +166,13 @@ def _obstacle(module: nn.Module) -> str | None:
         return "its forward is replaced on the object itself"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized"
+    if pickles_by_itself(module):
+        return "it is copied and pickled in a way of its own (__reduce__)"
     for name, parameter in module.named_parameters():
         if type(parameter).__name__ == "DTensor":  # by name, since its import takes half a second
             return f"its {name} is sharded: convert before the model is"
+        if has_no_shape(parameter):
+            return f"its {name} has no shape yet: call the model once before"
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter:
             return f"its {name} is a {type(parameter).__name__}"

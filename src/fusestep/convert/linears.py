@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fusestep.convert.agreement import Call, Probe, Trial
 from fusestep.convert.attention import FusedMultiheadAttention, attention_inputs, is_attention
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, is_a, is_named, rows
+from fusestep.convert.patterns import Pattern, has_no_shape, is_a, is_named, rows
 from fusestep.dispatch import Choice
 from fusestep.errors import UserError
 from fusestep.fp8 import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, context, fp8_autocast
@@ -222,7 +222,7 @@ def _kept_layers(model: nn.Module, skip: Sequence[str], keep: tuple[int, int]) -
     head = _head_of(model)
     vocabularies = {embedding.num_embeddings for embedding in embeddings}
     layers = [module for module in model.modules() if _is_linear(module) or _is_conv1d(module)]
-    if head is None and layers and _out_features(layers[-1]) in vocabularies:
+    if head is None and layers and not has_no_shape(layers[-1].weight) and _out_features(layers[-1]) in vocabularies:
         head = layers[-1]
     reasons: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):

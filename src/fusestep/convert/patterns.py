@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fusestep.convert.agreement import Call, Probe, Trial
 from fusestep.errors import UserError
@@ -102,6 +103,11 @@ def is_named(path: str, patterns: Sequence[str]) -> bool:
 def is_a(module: object, kind: type) -> bool:
     """isinstance, for classes that meet only in those that conversion makes, which type checkers cannot know of."""
     return isinstance(module, kind)
+
+
+def has_no_shape(parameter: object) -> bool:
+    """Whether a parameter of a lazy module still waits for its first input."""
+    return isinstance(parameter, UninitializedParameter)
 
 
 def takes(module: nn.Module) -> int | None:
