@@ -24,7 +24,7 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
-from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply, whole
+from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.operands import plain_operands, stand_in
 from fusestep.nn.products import (
     forward_product,
@@ -34,6 +34,7 @@ from fusestep.nn.products import (
     shaped,
     weight_gradient,
 )
+from fusestep.nn.quantized_weights import whole
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)

@@ -1,6 +1,6 @@
 """Weights and biases as products read them: put together of several parameters, and in the copies that FusedAdam wrote.
 
-In FP8 the copies take the place of a cast (FP8Module._quantized_weight). Elsewhere, under torch.autocast, they take the
+In FP8 the copies take the place of a cast (quantized_weights.py). Elsewhere, under torch.autocast, they take the
 place of autocast's own: `plain_operands` gives a product the parameters as they are, or their copies in autocast's
 dtype. Either way the gradient goes to each parameter as through a cast and torch.cat.
 """
