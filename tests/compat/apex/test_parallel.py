@@ -65,7 +65,7 @@ RANK = """
 import torch, torch.distributed as dist
 from torch import nn
 from apex.optimizers import FusedSGD
-from apex.parallel import DistributedDataParallel, Reducer, create_syncbn_process_group
+from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, create_syncbn_process_group
 from apex.parallel.distributed import flat_dist_call
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -107,6 +107,26 @@ assert (values[0] == 0.5).all() and (values[1] == 2.0).all()
 flat_dist_call(values, dist.broadcast, (1,))
 flat_dist_call([values[0]], dist.all_reduce, (dist.ReduceOp.MAX,))
 assert (values[0] == 0.25).all() and (values[1] == 2.0).all()
+
+x, g = (torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+mine = slice(0, 2) if rank == 0 else slice(2, 5)
+norm, exact = SyncBatchNorm(3, momentum=0.3), nn.BatchNorm1d(3, momentum=0.3).double()
+with torch.no_grad():
+    for module in (norm, exact):
+        module.weight.copy_(torch.tensor([0.5, -2.0, 1.5]))
+        module.bias.copy_(torch.tensor([1.0, 2.0, -1.0]))
+own, whole = x[mine].clone().requires_grad_(), x.double().requires_grad_()
+y, wanted = norm(own), exact(whole)
+(y * g[mine]).sum().backward()
+(wanted * g).sum().backward()
+torch.testing.assert_close(y.double(), wanted[mine], rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(own.grad.double(), whole.grad[mine], rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(norm.running_mean.double(), exact.running_mean, rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(norm.running_var.double(), exact.running_var, rtol=1e-5, atol=1e-5)
+dist.all_reduce(norm.weight.grad)
+torch.testing.assert_close(norm.weight.grad.double(), exact.weight.grad, rtol=1e-5, atol=1e-5)
+alone = SyncBatchNorm(3, process_group=create_syncbn_process_group(1))
+torch.testing.assert_close(alone(own), nn.BatchNorm1d(3)(own), rtol=1e-5, atol=1e-5)
 
 group = create_syncbn_process_group(1)
 assert dist.get_process_group_ranks(group) == [rank]
