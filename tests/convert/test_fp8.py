@@ -333,7 +333,9 @@ def test_explain_knows_what_they_run_as(models: SimpleNamespace) -> None:
     assert told["layers.0"].reason.startswith("residual add in post_attention_layernorm")
 
 
-@pytest.mark.parametrize("make", [lambda: nn.TransformerEncoderLayer(32, 4, 64), lambda: nn.Linear(32, 32)], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda: nn.TransformerEncoderLayer(32, 4, 64), lambda: nn.Linear(32, 32)], ids=["encoder layer", "linear"]
+)
 def test_a_model_that_is_swapped_itself_has_its_region_all_the_same(make: Any) -> None:
     model, x = make(), torch.randn(5, 2, 32)
     before, plain = type(model), model(x)
