@@ -101,6 +101,27 @@ class FusedEncoderLayer(FusedBlock):
         return x
 
 
+#: What blocks hand on to their attention although it does not name them.
+_HANDED_ON = {"position_ids", "use_cache", "cache_position", "output_attentions"}
+
+#: Arguments for a second attention, which the blocks here have not.
+_CROSSING = {"encoder_hidden_states", "encoder_attention_mask"}
+
+
+def _kept_arguments(module: nn.Module, attention: str) -> dict[str, Any]:
+    """The arguments of a block's forward that its attention has no place for: the block does something with them."""
+    names = inspect.signature(module.forward).parameters
+    taken = inspect.signature(getattr(module, attention).forward).parameters
+    named = {name for name, one in names.items() if one.kind is not one.VAR_KEYWORD}
+    return {"fused_kept": frozenset(named - taken.keys() - _HANDED_ON - _CROSSING)}
+
+
+def _is_known(kept: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call gives the hidden states, and by name nothing but what attention is given."""
+    has_hidden = len(args) == 1 or (not args and "hidden_states" in kwargs)
+    return has_hidden and kept.isdisjoint(kwargs)
+
+
 class FusedLlamaBlock(FusedBlock):
     """x ← x + attention(norm(x)), x ← x + mlp(norm(x)), its parts named as in Llama."""
 
@@ -109,11 +130,12 @@ class FusedLlamaBlock(FusedBlock):
     post_attention_layernorm: nn.Module
     self_attn: nn.Module
     mlp: nn.Module
+    fused_kept: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = kwargs.pop("hidden_states") if not args else args[0]
-        if len(args) > 1 or not adds(self.post_attention_layernorm):
-            return super().forward(hidden, *args[1:], **kwargs)
+        if not (_is_known(self.fused_kept, args, kwargs) and adds(self.post_attention_layernorm)):
+            return super().forward(*args, **kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
         branch = self.self_attn(hidden_states=self.input_layernorm(hidden), **kwargs)[0]
         normed, total = add_and_normalise(self.post_attention_layernorm, branch, hidden)
         return total + self.mlp(normed)
@@ -127,13 +149,14 @@ class FusedGPT2Block(FusedBlock):
     ln_2: nn.Module
     attn: nn.Module
     mlp: nn.Module
+    fused_kept: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = kwargs.pop("hidden_states") if not args else args[0]
         crosses = kwargs.get("encoder_hidden_states") is not None or hasattr(self, "crossattention")
-        if len(args) > 1 or crosses or not adds(self.ln_2):
-            return super().forward(hidden, *args[1:], **kwargs)
-        for name in ("encoder_hidden_states", "encoder_attention_mask"):
+        if crosses or not (_is_known(self.fused_kept, args, kwargs) and adds(self.ln_2)):
+            return super().forward(*args, **kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        for name in _CROSSING:
             kwargs.pop(name, None)
         branch = self.attn(self.ln_1(hidden), **kwargs)[0]
         normed, total = add_and_normalise(self.ln_2, branch, hidden)
@@ -149,9 +172,9 @@ class FusedPostNorm(FusedBlock):
     dropout: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not adds(self.LayerNorm):
+        if kwargs or not adds(self.LayerNorm):  # which is which only the old forward knows
             return super().forward(*args, **kwargs)
-        hidden, residual = (*args, *kwargs.values())
+        hidden, residual = args
         return add_and_normalise(self.LayerNorm, self.dropout(self.dense(hidden)), residual)[0]
 
 
@@ -230,7 +253,21 @@ _WHAT = "residual add within the next norm"
 
 PATTERNS = (
     Pattern(_WHAT, FusedEncoderLayer, _encoder_layer, _encoder_inputs, stage=Stage.BLOCK),
-    Pattern(_WHAT, FusedLlamaBlock, _llama_block, _llama_inputs, stage=Stage.BLOCK),
-    Pattern(_WHAT, FusedGPT2Block, _gpt2_block, _gpt2_inputs, stage=Stage.BLOCK),
+    Pattern(
+        _WHAT,
+        FusedLlamaBlock,
+        _llama_block,
+        _llama_inputs,
+        lambda module: _kept_arguments(module, "self_attn"),
+        stage=Stage.BLOCK,
+    ),
+    Pattern(
+        _WHAT,
+        FusedGPT2Block,
+        _gpt2_block,
+        _gpt2_inputs,
+        lambda module: _kept_arguments(module, "attn"),
+        stage=Stage.BLOCK,
+    ),
     Pattern(_WHAT, FusedPostNorm, _post_norm, _post_norm_inputs, stage=Stage.BLOCK),
 )

@@ -69,12 +69,10 @@ class _Walk:
         self._rows: dict[tuple[str, int], Row] = {}
         self._order = {path: number for number, (path, _) in enumerate(model.named_modules())}
         # A module in several places is skipped by any of its names.
-        self._passed_over = {
-            id(one) for path, one in model.named_modules(remove_duplicate=False) if is_named(path, skip)
-        }
-        default: Tensor | None = next(
-            (p for p in model.parameters() if p.is_floating_point() and not has_no_shape(p)), None
-        )
+        everywhere = model.named_modules(remove_duplicate=False)
+        self._passed_over = {id(module) for path, module in everywhere if is_named(path, skip)}
+        known = (p for p in model.parameters() if p.is_floating_point() and not has_no_shape(p))
+        default: Tensor | None = next(known, None)
         self._trials = Trials(default)
 
     def visit(self, patterns: Sequence[Pattern]) -> None:
