@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -190,3 +191,17 @@ def test_under_cuda_autocast_the_result_has_its_dtype(kind: Any) -> None:
         y.float().sum().backward()
         assert x.grad is not None
         assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, FastLayerNorm])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_can_be_saved(kind: Any) -> None:
+    """Which takes operations of torch's own alone, as ONNX does."""
+    module = randomised(kind(WIDTH)).to(torch.bfloat16)
+    saved = io.BytesIO()
+    torch.jit.save(torch.jit.trace(module, torch.randn(3, WIDTH)), saved)
+    saved.seek(0)
+    x = torch.randn(5, WIDTH)
+    y = torch.jit.load(saved)(x)
+    assert y.dtype is module(x).dtype
+    torch.testing.assert_close(y, module(x))

@@ -87,6 +87,14 @@ def _plain(
     centred: bool,
     memory_efficient: bool,
 ) -> Tensor:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        # torch.jit.trace, and the ONNX export over it, keep operations of torch's own alone.
+        compute = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        w = None if weight is None else weight.to(compute)
+        b = None if bias is None else bias.to(compute)
+        if centred:
+            return nn.functional.layer_norm(x.to(compute), _shape(shape), w, b, eps).to(x.dtype)
+        return nn.functional.rms_norm(x.to(compute), _shape(shape), w, eps).to(x.dtype)
     if centred:
         return functional.layer_norm(x, _shape(shape), weight, bias, eps, memory_efficient=memory_efficient)
     return functional.rms_norm(x, _shape(shape), weight, eps, memory_efficient=memory_efficient)
