@@ -23,6 +23,7 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.fp8.state import Reference, Slots, ordered
+from fusestep.ops.layouts import keep
 from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
 
 #: Plans that are kept; sets of modules that never repeat would else fill the memory.
@@ -86,11 +87,9 @@ class Pending:
         if len(states) > 1:
             states.sort(key=attrgetter("number"))
         numbers = tuple([state.number for state in states])
-        plan = self._plans.get(numbers)
+        plan: list[_Batch] | None = self._plans.get(numbers)
         if plan is None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[numbers] = _plan(states)
+            plan = keep(self._plans, numbers, _plan(states), MOST_PLANS)
         for batch in plan:
             batch.roll(states)
         for state in states:

@@ -12,7 +12,7 @@ from fusestep.ops.block_scaling_kernel import quantize_blocks_kernel
 from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import layout
-from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
+from fusestep.ops.norm_backward import prepare_sums
 from fusestep.ops.quantized import padded
 
 #: Rows and columns that share a scale.
@@ -139,17 +139,7 @@ class BlockPlan:
         if sums_dtype is None or down == 1:  # the sums of one tile are the whole
             return
         self._partials = layout((down, columns), torch.float32, device)
-        at_once = sum_columns(columns)
-        self._total = PreparedLaunch(
-            _sum_partials_kernel,
-            (-(-columns // at_once), 1),
-            device,
-            (down,),
-            WIDTH=columns,
-            ROWS=SUM_ROWS,
-            COLUMNS=at_once,
-            num_warps=4,
-        )
+        self._total = prepare_sums(device, down, columns)
 
     def __call__(self, x: Tensor) -> Outputs:
         """Cast x."""

@@ -271,6 +271,14 @@ def sum_columns(width: int) -> int:
     return 8 if width <= 1024 else 16
 
 
+def prepare_sums(device: torch.device, partials: int, width: int, gradients: int = 1) -> PreparedLaunch:
+    """The launch of the second kernel: it sums `partials` rows of `width` columns of each gradient."""
+    columns = sum_columns(width)
+    grid = (-(-width // columns), gradients)
+    options = {"WIDTH": width, "ROWS": SUM_ROWS, "COLUMNS": columns, "num_warps": 4}
+    return PreparedLaunch(_sum_partials_kernel, grid, device, (partials,), **options)
+
+
 @dataclass(frozen=True)
 class BackwardLaunch:
     """How the backward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
@@ -410,16 +418,6 @@ def prepare_backward(
         main = PreparedLaunch(_norm_backward_wide_kernel, (blocks, programs), device, numbers, **constants)
     total = None
     if gradients and programs > 1:
-        sums = sum_columns(width)
-        total = PreparedLaunch(
-            _sum_partials_kernel,
-            (-(-width // sums), gradients),
-            device,
-            (programs,),
-            WIDTH=width,
-            ROWS=SUM_ROWS,
-            COLUMNS=sums,
-            num_warps=4,
-        )
+        total = prepare_sums(device, programs, width, gradients)
     size = (programs, gradients * width)
     return BackwardLaunches((size, (size[1], 1)), main, means, total, from_output)

@@ -11,7 +11,7 @@ from fusestep import hardware
 from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.fp8_cast import has_fp8_cast, has_fp8_type
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.norm_backward import SUM_ROWS, _sum_partials_kernel, sum_columns
+from fusestep.ops.norm_backward import prepare_sums
 from fusestep.ops.quantize_kernel import _quantize_kernel, _transpose_kernel
 from fusestep.ops.quantize_scale_kernel import _amax_kernel
 from fusestep.ops.quantized import PAD, padded
@@ -138,18 +138,7 @@ def prepare_quantize(
     if not column_sums or down == 1:
         return QuantizeLaunches(amax, maxima, cast, as_bytes, None, None)
     width = columns * halves
-    sums = sum_columns(width)
-    total = PreparedLaunch(
-        _sum_partials_kernel,
-        (-(-width // sums), 1),
-        device,
-        (down,),
-        WIDTH=width,
-        ROWS=SUM_ROWS,
-        COLUMNS=sums,
-        num_warps=4,
-    )
-    return QuantizeLaunches(amax, maxima, cast, as_bytes, (down, width), total)
+    return QuantizeLaunches(amax, maxima, cast, as_bytes, (down, width), prepare_sums(device, down, width))
 
 
 def cast_constants(options: CastOptions, device: torch.device) -> dict[str, Any]:
