@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusestep.convert import blocks
+
 
 class PlainRMSNorm(nn.Module):
     """Llama's: rounds the normalised row to x's dtype, then scales."""
@@ -206,3 +208,12 @@ def models() -> SimpleNamespace:
         Decoder=Decoder,
         EncoderClassifier=EncoderClassifier,
     )
+
+
+@pytest.fixture
+def adds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each residual add that was done in a norm."""
+    calls: list[int] = []
+    real = blocks.add_and_normalise
+    monkeypatch.setattr(blocks, "add_and_normalise", lambda *args: (calls.append(1), real(*args))[1])
+    return calls

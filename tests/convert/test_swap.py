@@ -466,7 +466,6 @@ def test_activation_checkpointing_and_no_grad(decoder: nn.Module) -> None:
     (wanted,) = torch.autograd.grad(plain.square().sum(), x)
     kept = torch.utils.checkpoint.checkpoint(layer, x, None, rotation, use_reentrant=False)
     (found,) = torch.autograd.grad(kept.square().sum(), x)
-    # Positional arguments go to the old forward, whose residual add is one of its own.
     torch.testing.assert_close(found, wanted)
     with torch.inference_mode():
         assert torch.equal(layer(x, position_embeddings=rotation), plain)

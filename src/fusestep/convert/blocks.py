@@ -108,21 +108,42 @@ _HANDED_ON = {"position_ids", "use_cache", "cache_position", "output_attentions"
 _CROSSING = {"encoder_hidden_states", "encoder_attention_mask"}
 
 
-def _kept_arguments(module: nn.Module, attention: str) -> dict[str, Any]:
-    """The arguments of a block's forward that its attention has no place for: the block does something with them."""
-    names = inspect.signature(module.forward).parameters
+def _arguments(module: nn.Module, attention: str) -> dict[str, Any]:
+    """The names of a block's arguments in their order, and those that its attention has no place for."""
+    known = inspect.signature(module.forward).parameters
     taken = inspect.signature(getattr(module, attention).forward).parameters
-    named = {name for name, one in names.items() if one.kind is not one.VAR_KEYWORD}
-    return {"fused_kept": frozenset(named - taken.keys() - _HANDED_ON - _CROSSING)}
+    named = {name: one for name, one in known.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    kept = named.keys() - taken.keys() - _HANDED_ON - _CROSSING - {next(iter(named))}
+    return {
+        "fused_arguments": tuple(name for name, one in named.items() if one.kind is not one.KEYWORD_ONLY),
+        "fused_kept": {name: named[name].default for name in kept},
+    }
 
 
-def _is_known(kept: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call gives the hidden states, and by name nothing but what attention is given."""
-    has_hidden = len(args) == 1 or (not args and "hidden_states" in kwargs)
-    return has_hidden and kept.isdisjoint(kwargs)
+class FusedHuggingFaceBlock(FusedBlock):
+    """Blocks that hand to their attention what they are called with.
+
+    Attributes:
+        fused_arguments: names of the arguments, in their order.
+        fused_kept: those that attention has no place for, so that the block does something with them, and their
+            defaults.
+    """
+
+    fused_arguments: tuple[str, ...]
+    fused_kept: dict[str, Any]
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The hidden states and what attention is given by name; None for hidden states of calls that are not known."""
+        if len(args) > len(self.fused_arguments):
+            return None, {}
+        given = dict(zip(self.fused_arguments, args, strict=False)) | kwargs
+        for name, default in self.fused_kept.items():
+            if given.pop(name, default) is not default:
+                return None, {}
+        return given.pop(self.fused_arguments[0], None), given
 
 
-class FusedLlamaBlock(FusedBlock):
+class FusedLlamaBlock(FusedHuggingFaceBlock):
     """x ← x + attention(norm(x)), x ← x + mlp(norm(x)), its parts named as in Llama."""
 
     _second_norm = "post_attention_layernorm"
@@ -130,18 +151,17 @@ class FusedLlamaBlock(FusedBlock):
     post_attention_layernorm: nn.Module
     self_attn: nn.Module
     mlp: nn.Module
-    fused_kept: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (_is_known(self.fused_kept, args, kwargs) and adds(self.post_attention_layernorm)):
+        hidden, given = self._given(args, kwargs)
+        if hidden is None or not adds(self.post_attention_layernorm):
             return super().forward(*args, **kwargs)
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        branch = self.self_attn(hidden_states=self.input_layernorm(hidden), **kwargs)[0]
+        branch = self.self_attn(hidden_states=self.input_layernorm(hidden), **given)[0]
         normed, total = add_and_normalise(self.post_attention_layernorm, branch, hidden)
         return total + self.mlp(normed)
 
 
-class FusedGPT2Block(FusedBlock):
+class FusedGPT2Block(FusedHuggingFaceBlock):
     """The same with GPT-2's names."""
 
     _second_norm = "ln_2"
@@ -149,16 +169,13 @@ class FusedGPT2Block(FusedBlock):
     ln_2: nn.Module
     attn: nn.Module
     mlp: nn.Module
-    fused_kept: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        crosses = kwargs.get("encoder_hidden_states") is not None or hasattr(self, "crossattention")
-        if crosses or not (_is_known(self.fused_kept, args, kwargs) and adds(self.ln_2)):
+        hidden, given = self._given(args, kwargs)
+        crosses = given.get("encoder_hidden_states") is not None or hasattr(self, "crossattention")
+        if hidden is None or crosses or not adds(self.ln_2):
             return super().forward(*args, **kwargs)
-        hidden = args[0] if args else kwargs.pop("hidden_states")
-        for name in _CROSSING:
-            kwargs.pop(name, None)
-        branch = self.attn(self.ln_1(hidden), **kwargs)[0]
+        branch = self.attn(self.ln_1(hidden), **{name: one for name, one in given.items() if name not in _CROSSING})[0]
         normed, total = add_and_normalise(self.ln_2, branch, hidden)
         return total + self.mlp(normed)
 
@@ -258,7 +275,7 @@ PATTERNS = (
         FusedLlamaBlock,
         _llama_block,
         _llama_inputs,
-        lambda module: _kept_arguments(module, "self_attn"),
+        lambda module: _arguments(module, "self_attn"),
         stage=Stage.BLOCK,
     ),
     Pattern(
@@ -266,7 +283,7 @@ PATTERNS = (
         FusedGPT2Block,
         _gpt2_block,
         _gpt2_inputs,
-        lambda module: _kept_arguments(module, "attn"),
+        lambda module: _arguments(module, "attn"),
         stage=Stage.BLOCK,
     ),
     Pattern(_WHAT, FusedPostNorm, _post_norm, _post_norm_inputs, stage=Stage.BLOCK),
