@@ -5,6 +5,8 @@ What is there translates arguments, layouts and state dicts, and uses fusestep's
 
 - `report`: which names were served, by what, and which were refused;
 - `names`: what a shim module does with names that it does not serve;
+- `implementation`: what a served name runs as, and functions that scripts know as autograd.Functions;
+- `stepping`: what both packages' optimizers do around a step of fusestep's;
 - `install`: the shims on the path, and off it again;
 - `run`: the command;
 - `settings`: what `fusestep run` was asked for, in environment variables, so that subprocesses know it too.
