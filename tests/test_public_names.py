@@ -12,7 +12,7 @@ import fusestep
 MODULES = ["data", "fp8", "models", "nn", "optim"]
 FUNCTIONS = ["convert", "doctor", "explain"]
 LATER = {
-    "TrainStep": "fusestep.graph",
+    "TrainStep": "fusestep.graph.train_step",
     "linear_cross_entropy": "fusestep.ops.linear_cross_entropy",
     "refresh": "fusestep.fp8.copies",
 }

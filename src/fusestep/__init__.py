@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fusestep import data, fp8, models, nn, optim
     from fusestep.compat import install_shims, uninstall_shims
     from fusestep.fp8.copies import refresh
-    from fusestep.graph import TrainStep
+    from fusestep.graph.train_step import TrainStep
     from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ __all__ = [
 
 #: Functions and classes that are reached from here, and the modules that they are in.
 _FUNCTIONS = {
-    "TrainStep": "fusestep.graph",
+    "TrainStep": "fusestep.graph.train_step",
     "install_shims": "fusestep.compat",
     "linear_cross_entropy": "fusestep.ops.linear_cross_entropy",
     "refresh": "fusestep.fp8.copies",

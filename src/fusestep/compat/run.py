@@ -77,7 +77,8 @@ class _Options:
     report: Path | None
 
 
-def _parse(arguments: Sequence[str]) -> _Options:
+def parser() -> argparse.ArgumentParser:
+    """Of the command's own options."""
     parser = argparse.ArgumentParser(
         prog="fusestep run",
         usage="fusestep run [OPTIONS] SCRIPT [ARGS…] | -m MODULE [ARGS…]",
@@ -93,14 +94,19 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was served as JSON")
     # For the help alone: what it names, and all behind that, is split off first.
     parser.add_argument("-m", metavar="MODULE", help="run a module, as python -m does")
-    own, program, is_module = _split(list(arguments))
-    found = parser.parse_args(own)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> _Options:
+    own, program, is_module = split(list(arguments))
+    known = parser()
+    found = known.parse_args(own)
     if not program:
-        parser.error("name a SCRIPT, or -m MODULE")
+        known.error("name a SCRIPT, or -m MODULE")
     return _Options(program[0], program[1:], is_module, found.te_layout, found.report)
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str], bool]:
+def split(arguments: list[str]) -> tuple[list[str], list[str], bool]:
     """Our options; the script or module, with all that is behind it whatever it looks like; whether it is a module."""
     place = 0
     while place < len(arguments):

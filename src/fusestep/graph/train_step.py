@@ -40,8 +40,8 @@ from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.recipes import Recipe
-from fusestep.graph_baked import Baked, host_values
-from fusestep.graph_batch import Batch
+from fusestep.graph.baked import Baked, host_values
+from fusestep.graph.batch import Batch
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim.base import FusedOptimizer
 

@@ -1,7 +1,7 @@
 """TrainStep's course of warm-up, capture and replay on a CPU, with a stand-in for CUDA's graphs.
 
 The stand-in takes a step while it captures, takes all that was written back, and a replay takes the step again on the
-graph's own tensors, as a graph does. What only CUDA can show is in test_graph.py.
+graph's own tensors, as a graph does. What only CUDA can show is in test_train_step.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusestep import TrainStep, graph
+from fusestep import TrainStep
 from fusestep.errors import UserError
+from fusestep.graph import train_step
 from fusestep.optim import FusedAdam
 
 
@@ -93,7 +94,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         memory_reserved=lambda device: 0,
         default_generators=[generator],
     )
-    monkeypatch.setattr(graph.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
+    monkeypatch.setattr(train_step.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
     monkeypatch.setattr(TrainStep, "_prepare", lambda self: setattr(self, "_stream", stream))
     monkeypatch.setattr(TrainStep, "_eager", eager)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)

@@ -15,7 +15,7 @@ from fusestep.fp8.held import Copies, Part, part_of
 from fusestep.nn.fp8_module import FP8Module
 
 if TYPE_CHECKING:
-    from fusestep.graph import TrainStep
+    from fusestep.graph.train_step import TrainStep
 
 #: Copies of weights in FP8 or in 16 bits, by the weight.
 Held = dict[nn.Parameter, Part[Copies]]
