@@ -103,6 +103,32 @@ def fp8(result: dict[str, Any]) -> str:
     )
 
 
+def learning(result: dict[str, Any]) -> str:
+    """A row for each recipe: its worst loss on sequences, strides kept by all seeds together, its text beside bf16's."""
+    rows = []
+    for recipe in dict.fromkeys(row["recipe"] for row in result["rows"]):
+        seeds = [row for row in result["rows"] if row["recipe"] == recipe]
+        cells = [recipe]
+        for step in (60, 100):
+            kept, prompts = sum(one[f"kept_{step}"] for one in seeds), PROMPTS * len(seeds)
+            cells.append(f"{max(one[f'loss_{step}'] for one in seeds):.3f}, {kept / prompts:.0%}")
+        texts = [one for one in seeds if "text_loss" in one]
+        relative = [one["text_over_bf16"] - 1 for one in texts]
+        cells.append(" / ".join(f"{one['text_loss']:.3f}" for one in texts))
+        cells.append(f"{min(relative):+.2%} to {max(relative):+.2%}" if relative else "")
+        rows.append(cells)
+    return table(
+        [
+            "mini GPT, three seeds",
+            "60 steps on sequences: worst loss, strides kept",
+            "100 steps",
+            "text, 2000 steps: loss",
+            "beside bf16",
+        ],
+        rows,
+    )
+
+
 def ladder(result: dict[str, Any]) -> str:
     """A row for each rung, its gain with the confidence interval."""
     plan = result["plan"]
@@ -136,7 +162,7 @@ def figures(results: list[dict[str, Any]]) -> str:
     """The text between the marks."""
     parts = []
     for result in results:
-        show = ladder if "rungs" in result else {"adam": adam, "norms": norms, "fp8": fp8}[result["part"]]
+        show = ladder if "rungs" in result else {"adam": adam, "norms": norms, "fp8": fp8, "learning": learning}[result["part"]]
         environment = result["environment"]
         source = (
             f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, "
