@@ -16,6 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+#: Held-out prompts of a seed, as benchmarks/learning.py has them.
+PROMPTS = 64
+
 BEGIN, END = "<!-- figures: written by tools/figures.py -->", "<!-- end of figures -->"
 
 
@@ -104,7 +107,7 @@ def fp8(result: dict[str, Any]) -> str:
 
 
 def learning(result: dict[str, Any]) -> str:
-    """A row for each recipe: its worst loss on sequences, strides kept by all seeds together, its text beside bf16's."""
+    """A row for each recipe: its worst loss on sequences, strides kept by all seeds together, text beside bf16."""
     rows = []
     for recipe in dict.fromkeys(row["recipe"] for row in result["rows"]):
         seeds = [row for row in result["rows"] if row["recipe"] == recipe]
@@ -162,7 +165,8 @@ def figures(results: list[dict[str, Any]]) -> str:
     """The text between the marks."""
     parts = []
     for result in results:
-        show = ladder if "rungs" in result else {"adam": adam, "norms": norms, "fp8": fp8, "learning": learning}[result["part"]]
+        parts_of = {"adam": adam, "norms": norms, "fp8": fp8, "learning": learning}
+        show = ladder if "rungs" in result else parts_of[result["part"]]
         environment = result["environment"]
         source = (
             f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, "
