@@ -23,7 +23,6 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import sys
 import time
 import warnings
 from collections import OrderedDict
@@ -357,22 +356,27 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         state = generator.clone_state()
-        reason: str | None = None
-        outer = sys.exc_info()[1]
+        current = torch.cuda.current_stream(self.device)
+        failure: BaseException | None = None
         try:
             # thread_local: a loader's thread that pins memory meanwhile is no part of this.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._eager(batch.with_tensors(inputs))
-        except BaseException as error:
+                try:
+                    loss = self._eager(batch.with_tensors(inputs))
+                except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
+                    failure = error
+        except RuntimeError as error:  # what is broken within a capture breaks its end too, which says less
+            failure = error if failure is None else failure
+            torch.cuda.set_stream(current)
             generator.graphsafe_set_state(state)  # the other one believes itself within a capture for ever
-            # Ending the capture fails as well then, and says less.
-            context = error.__context__
-            cause = error if context is None or context is outer else context
-            if not isinstance(cause, (RuntimeError, UserError)):  # no capture's: an interrupt, or a fault of loss_fn's
+        reason: str | None = None
+        if failure is not None:
+            # An interrupt, or a fault of loss_fn's, is not the capture's.
+            if not isinstance(failure, (RuntimeError, UserError)):
                 self._pool = None  # graphs that there are keep theirs
-                raise cause from None
-            reason = hardware.first_line(cause)
-            del context, cause
+                raise failure
+            reason = hardware.first_line(failure)
+            failure = None
         if reason is not None:
             gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
             self._fall_back(f"the step cannot be captured ({reason})")
