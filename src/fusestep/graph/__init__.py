@@ -1,7 +1,8 @@
-"""The whole training step as one CUDA graph: `train_step.py` takes the steps, `batch.py` knows what a step is fed, and
-`baked.py` what a graph holds that may change under it.
+"""The whole training step as one CUDA graph: `train_step.py` takes the steps, `batch.py` knows what a step is fed,
+`baked.py` what a graph holds that may change under it, and `recovery.py` comes back from a capture that failed.
 """
 
+from fusestep.graph.recovery import recovered_capture
 from fusestep.graph.train_step import Capture, TrainStep
 
-__all__ = ["Capture", "TrainStep"]
+__all__ = ["Capture", "TrainStep", "recovered_capture"]

@@ -41,6 +41,7 @@ from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.recipes import Recipe
 from fusestep.graph.baked import Baked, host_values
 from fusestep.graph.batch import Batch
+from fusestep.graph.recovery import recovered_capture
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.optim.base import FusedOptimizer
 
@@ -354,21 +355,17 @@ class TrainStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        state = generator.clone_state()
-        current = torch.cuda.current_stream(self.device)
         failure: BaseException | None = None
+        # thread_local: a loader's thread that pins memory meanwhile is no part of this.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            # thread_local: a loader's thread that pins memory meanwhile is no part of this.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with recovered_capture(self.device), capture:
                 try:
                     loss = self._eager(batch.with_tensors(inputs))
                 except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
                     failure = error
         except RuntimeError as error:  # what is broken within a capture breaks its end too, which says less
             failure = error if failure is None else failure
-            torch.cuda.set_stream(current)
-            generator.graphsafe_set_state(state)  # the other one believes itself within a capture for ever
         reason: str | None = None
         if failure is not None:
             # An interrupt, or a fault of loss_fn's, is not the capture's.

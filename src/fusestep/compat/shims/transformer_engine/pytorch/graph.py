@@ -15,6 +15,7 @@ from fusestep.errors import UserError
 from fusestep.fp8.replay import kept_state, note_replay
 from fusestep.fp8.state import Slots
 from fusestep.fp8.statistics import states_of
+from fusestep.graph import recovered_capture
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch._arguments import PACKAGE, one_of, refuse
 from transformer_engine.pytorch.quantization import autocast
@@ -106,6 +107,7 @@ def make_graphed_callables(
         if pre_warmup_hook is not None:
             pre_warmup_hook()
         stack.enter_context(region)
+        stack.enter_context(recovered_capture(next(callables[0].parameters()).device))
         torch.cuda.make_graphed_callables(
             tuple(graphed),
             tuple(one.sample for one in graphed),
