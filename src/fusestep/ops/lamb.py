@@ -21,7 +21,7 @@ Source: You et al. 2019, Large batch optimization for deep learning: training BE
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from fusestep.ops.batches import arithmetic_dtype, in_dtype
 from fusestep.ops.gradient_norm import tensor_norm
 from fusestep.ops.lamb_kernel import compilations, launch_lamb
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define
+from fusestep.ops.registry import Op, Proof, catalogue, define
 from fusestep.ops.tensor_table import TensorTable
 from fusestep.ops.update import Members, Rule, Shared, UpdateSignature, log_beta, no_output, row_of, update_once
 from fusestep.ops.update_proof import prove_update
@@ -215,8 +215,4 @@ def _prove(device: torch.device) -> list[Proof]:
     return prove_update("lamb", device, run, lambda ours, steps: lamb_reference(ours, steps, hyper), dense=2)
 
 
-def _compilations() -> Iterator[Compilation]:
-    yield from compilations()
-
-
-catalogue(Op("lamb", "LAMB, all parameters in two launches", _prove, _compilations))
+catalogue(Op("lamb", "LAMB, all parameters in two launches", _prove, compilations))
