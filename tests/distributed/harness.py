@@ -1,0 +1,218 @@
+"""Run a function in several processes that share one gloo group, for the tests.
+
+    def check(rank: int, folder: Path) -> float: ...
+
+    results = run_ranks(check, 2, tmp_path)      # [check(0, tmp_path), check(1, tmp_path)]
+
+The function lives at the top of a test's file. Each start is a rendezvous of fresh processes, forked from a server
+that has imported torch once, so it costs a fraction of a second; still, put many checks into one. Every wait has an
+end: a rank that fails, dies or is slow ends all, and each rank's traceback is in the error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+#: What the server of processes imports before it forks any. None of it may start a thread.
+PRELOADED = [
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "fusestep.nn",
+    "fusestep.optim",
+    "fusestep.models",
+]
+
+#: How long the other ranks may still speak after one has failed, in seconds.
+GRACE = 5.0
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: a result, a traceback, or neither when it died or was stopped."""
+
+    rank: int
+    result: Any = None
+    failure: str | None = None
+    exit_code: int | None = None
+    stopped: bool = False
+
+    def words(self) -> str:
+        if self.failure is not None:
+            return f"rank {self.rank} failed:\n{self.failure}"
+        if self.stopped:
+            return f"rank {self.rank} was stopped: it had not ended"
+        if self.exit_code:
+            return f"rank {self.rank} died with exit code {self.exit_code}"
+        return f"rank {self.rank} ended well"
+
+
+class RanksFailedError(AssertionError):
+    """Not all ranks gave a result; `outcomes` holds what became of each."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__("\n".join(["", *(one.words() for one in outcomes)]))
+        self.outcomes = outcomes
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float = 60.0,
+    group_timeout: float = 30.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `function(rank, *arguments)` in `ranks` processes of one gloo group and return what each returned, by rank.
+
+    Results and arguments are pickled; tensors travel by value. `timeout` (seconds) is for the whole call,
+    `group_timeout` for one collective, and `environment` is set in the processes before anything else. torch has one
+    thread in each and the same seed in all. Raises RanksFailedError when a rank raised, died or did not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            job = _Job(
+                Path(sys.modules[function.__module__].__file__ or ""),
+                function.__qualname__,
+                arguments,
+                rank,
+                ranks,
+                str(Path(folder, "rendezvous")),
+                timeout,
+                group_timeout,
+                {**(environment or {})},
+            )
+            process = context.Process(target=_run, args=(job, sender), daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            outcomes = _gather(processes, pipes, deadline)
+        finally:
+            for process, pipe in zip(processes, pipes, strict=True):
+                process.kill()
+                process.join()
+                process.close()
+                pipe.close()
+    if any(one.failure is not None or one.stopped or one.exit_code for one in outcomes):
+        raise RanksFailedError(outcomes)
+    return [one.result for one in outcomes]
+
+
+def _gather(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Outcome]:
+    """Wait until all ranks have ended, until the deadline, or until a while after the first failure."""
+    outcomes = [Outcome(rank) for rank in range(len(processes))]
+    running = dict(enumerate(processes))
+    while running and (left := deadline - time.monotonic()) > 0:
+        wait([pipes[rank] for rank in running], left)
+        for rank in [rank for rank in running if pipes[rank].poll()]:
+            try:
+                kind, content = torch.load(io.BytesIO(pipes[rank].recv_bytes()), weights_only=False)
+            except EOFError:
+                processes[rank].join(GRACE)
+                outcomes[rank].exit_code = processes[rank].exitcode or -signal.SIGABRT
+            else:
+                setattr(outcomes[rank], kind, content)
+                processes[rank].join(GRACE)
+            del running[rank]
+            if outcomes[rank].failure is not None or outcomes[rank].exit_code:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in running:
+        outcomes[rank].stopped = True
+    return outcomes
+
+
+@dataclass
+class _Job:
+    """What one process is told."""
+
+    file: Path
+    name: str
+    arguments: tuple[Any, ...]
+    rank: int
+    ranks: int
+    rendezvous: str
+    timeout: float
+    group_timeout: float
+    environment: dict[str, str]
+
+
+def _run(job: _Job, sender: Connection) -> None:
+    """One process: join the group, call the function, send what came of it."""
+    if hasattr(signal, "SIGALRM"):
+        signal.alarm(int(job.timeout) + 10)  # it ends, even where the test's own process is gone
+    kind, content = "result", None
+    try:
+        _prepare(job)
+        content = _resolve(job)(job.rank, *job.arguments)
+    except BaseException:
+        kind, content = "failure", traceback.format_exc()
+    stream = io.BytesIO()
+    torch.save((kind, content), stream)
+    sender.send_bytes(stream.getvalue())
+    if kind == "result" and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a broken group may never end
+
+
+def _prepare(job: _Job) -> None:
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.ranks),
+        LOCAL_WORLD_SIZE=str(job.ranks),
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+    )
+    os.environ.update(job.environment)
+    torch.set_num_threads(1)
+    torch.manual_seed(20240229)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(job.rendezvous, job.ranks),
+        rank=job.rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=job.group_timeout),
+    )
+
+
+def _resolve(job: _Job) -> Callable[..., Any]:
+    """The function, from its file: pytest imports the files of tests under names that no other process knows."""
+    name = f"ranks_{job.file.stem}"
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, job.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: ModuleType | Callable[..., Any] = module
+    for part in job.name.split("."):
+        found = getattr(found, part)
+    assert callable(found)
+    return found

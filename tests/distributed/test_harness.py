@@ -1,0 +1,54 @@
+"""The harness tells what became of each rank, and waits for none for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from harness import RanksFailedError, run_ranks
+
+
+def add(rank: int, amount: torch.Tensor) -> dict[str, Any]:
+    total = amount * (rank + 1)
+    torch.distributed.all_reduce(total)
+    return {"total": total, "rank": rank, "setting": os.environ["SETTING"], "threads": torch.get_num_threads()}
+
+
+def misbehave(rank: int, how: str) -> int:
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("one is the odd one out")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleeps":
+            time.sleep(60)
+    return rank
+
+
+def test_ranks_share_a_group_and_return_by_rank() -> None:
+    amount = torch.tensor([1.5, -2.0])
+    results = run_ranks(add, 3, amount, environment={"SETTING": "on"})
+    assert [one["rank"] for one in results] == [0, 1, 2]
+    assert all(torch.equal(one["total"], amount * 6) for one in results)
+    assert all(one["setting"] == "on" and one["threads"] == 1 for one in results)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "ValueError: one is the odd one out"),
+        ("dies", "rank 1 died with exit code -9"),
+        ("sleeps", "rank 1 was stopped"),
+    ],
+)
+def test_a_rank_that_gives_no_result_is_named(how: str, words: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailedError, match=words) as caught:
+        run_ranks(misbehave, 2, how, timeout=4.0)
+    assert time.monotonic() - started < 15
+    assert caught.value.outcomes[0].result == 0
