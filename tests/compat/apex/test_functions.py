@@ -31,6 +31,7 @@ from apex.transformer.functional import (
 from apex.transformer.functional.fused_softmax import scaled_masked_softmax, scaled_upper_triang_masked_softmax
 from torch import Tensor, nn
 
+from fusestep.compat import report
 from fusestep.errors import UserError
 
 SHAPES = [(7, 13), (31,), (), (0, 4), (3, 1, 5)]
@@ -319,10 +320,29 @@ def test_cross_entropy_takes_a_padding_label_out_of_range_and_refuses_others() -
     assert losses[0] > 0  # class 0 counts then
     losses.sum().backward()
     assert bool((logits.grad[2] == 0).all())
-    with pytest.raises(IndexError):
+    with pytest.raises(UserError, match="target 5 is outside of the 5 classes"):
         SoftmaxCrossEntropyLoss.apply(logits, torch.tensor([0, 5, 1, 1]))
     with pytest.raises(UserError, match=r"pass \(rows, classes\)"):
         SoftmaxCrossEntropyLoss.apply(torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_cross_entropy_takes_its_arguments_by_name_and_strided_logits_and_tells_what_it_ran_as() -> None:
+    report.reset()
+    wide = torch.randn(5, 2, 7).half().requires_grad_()
+    logits = wide[:, 1]  # as a slice of packed heads: rows are 14 elements apart
+    labels = torch.tensor([4, 2, 6, 2, 0], dtype=torch.int32)
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels=labels, half_to_float=True, padding_idx=2, smoothing=0.3)
+    x = wide.detach()[:, 1].double()
+    log = x.log_softmax(1)
+    wanted = -0.7 * log[torch.arange(5), labels.long()] - 0.3 * log.mean(1)
+    torch.testing.assert_close(losses.double(), torch.where(labels == 2, 0.0, wanted), rtol=1e-5, atol=1e-6)
+    losses.sum().backward()
+    assert bool((wide.grad[:, 0] == 0).all())
+    assert bool((wide.grad[[0, 2, 4], 1] != 0).all())
+    served = report.snapshot().served["apex.contrib.xentropy.SoftmaxCrossEntropyLoss"]
+    assert served == ["fusestep.nn.functional.cross_entropy, torch"]
+    # As an autograd function is called by those who look at it.
+    assert torch.equal(SoftmaxCrossEntropyLoss.forward(None, logits, labels, 0.3, 2), losses)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusestep.compat import report
 from fusestep.errors import UserError
 
 # Checkpointing
@@ -104,12 +105,7 @@ def test_streams_of_random_numbers(te: ModuleType) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_cross_entropy_of_each_token_and_its_mean(
-    te: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, smoothing: float
-) -> None:
-    import transformer_engine.pytorch.cross_entropy as module
-
-    monkeypatch.setattr(module, "AT_A_TIME", 40)  # chunks of two tokens, and a last one
+def test_cross_entropy_of_each_token_and_its_mean(te: ModuleType, dtype: torch.dtype, smoothing: float) -> None:
     logits = (torch.randn(3, 5, 19) * 3).to(dtype).requires_grad_()
     target = torch.randint(0, 19, (3, 5))
     target[1, 2] = target[0, 0] = -7
@@ -132,10 +128,14 @@ def test_cross_entropy_of_each_token_and_its_mean(
     assert torch.equal(logits.detach(), before)
     mean = te.parallel_cross_entropy(logits, target, smoothing, True, None, -7)
     torch.testing.assert_close(mean.double(), wanted.sum() / (target != -7).sum(), rtol=2e-6, atol=2e-6)
+    flat = te.parallel_cross_entropy(logits, target.flatten().int(), smoothing, ignore_idx=-7)
+    assert torch.equal(flat, found)  # as many targets in another shape
     assert torch.equal(te.parallel_cross_entropy(_input=logits, target=target, ignore_idx=-7,
                                                  label_smoothing=smoothing), found)  # fmt: skip
     with pytest.raises(UserError, match=r"shapes \(3, 5, 19\) and \(3, 4\)"):
         te.parallel_cross_entropy(logits, target[:, :4])
+    served = report.snapshot().served["transformer_engine.pytorch.parallel_cross_entropy"]
+    assert served == ["fusestep.nn.functional.cross_entropy, torch"]
 
 
 # Rotary embedding

@@ -29,7 +29,10 @@ NOT_SERVED = {
     "scaled_softmax_cuda": (f"use apex.transformer.functional, {_TORCH}", False),
     "scaled_upper_triang_masked_softmax_cuda": (f"use apex.transformer.functional, {_TORCH}", False),
     "syncbn": ("use torch.nn.SyncBatchNorm", False),
-    "xentropy_cuda": (f"use apex.contrib.xentropy, {_TORCH}", False),
+    "xentropy_cuda": (
+        "use apex.contrib.xentropy.SoftmaxCrossEntropyLoss, which fusestep's cross entropy kernel serves",
+        False,
+    ),
 }
 
 #: Of top-level names, which have no module above them.

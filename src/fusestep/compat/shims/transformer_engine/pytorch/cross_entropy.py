@@ -1,22 +1,17 @@
-"""Cross entropy of logits, a chunk of tokens at a time."""
+"""Cross entropy of logits, over fusestep.nn.functional.cross_entropy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from fusestep.compat.report import served
+from fusestep.compat.implementation import ran
 from fusestep.errors import UserError
+from fusestep.nn import functional
 from transformer_engine.pytorch._arguments import PACKAGE, check_ranks
 
 __all__ = ["parallel_cross_entropy"]
-
-#: fp32 logits that exist at a time, by number.
-AT_A_TIME = 2**25
 
 
 def parallel_cross_entropy(
@@ -32,16 +27,17 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Cross entropy: the loss of each token, or the mean over those that are not ignored, in fp32.
 
-    Backward computes fp32 logits anew from what was given, chunk by chunk, and writes into nothing of the caller's.
+    Backward computes probabilities anew from what was given, and writes into nothing of the caller's.
 
     Args:
         inp: (…, …, vocabulary), logits in any floating dtype. `_input` is its old name.
-        target: inp's leading dimensions, int64.
+        target: inp's leading dimensions, or as many elements in another shape, int64 or int32.
         label_smoothing: the share of the target that is spread evenly, in [0, 1].
         reduce_loss: give the mean.
         dist_process_group: one rank.
         ignore_idx: targets with this value have loss 0 and no gradient.
-    Raises: UserError for shapes that do not fit.
+    Raises: UserError for shapes that do not fit, and on a CPU for a target that is neither a class nor ignore_idx; on a
+        GPU such a target's loss is NaN.
     """
     check_ranks("parallel_cross_entropy", dist_process_group)
     logits = inp if _input is None else _input
@@ -51,17 +47,12 @@ def parallel_cross_entropy(
             f"parallel_cross_entropy: inp and target have shapes {shapes[0]} and {shapes[1]}; pass logits (batch, "
             "sequence, vocabulary) and a target for each token."
         )
-    served(f"{PACKAGE}.parallel_cross_entropy", "torch.nn.functional.cross_entropy")
-    rows, targets = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-
-    def losses(some: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(
-            some.float(), wanted, ignore_index=ignore_idx, reduction="none", label_smoothing=label_smoothing
-        )
-
-    size = max(1, AT_A_TIME // logits.shape[-1])
-    chunks = zip(rows.split(size), targets.split(size), strict=True)
-    loss = torch.cat([checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
-    if reduce_loss:
-        return loss.sum() / (targets != ignore_idx).sum()
-    return loss.view(logits.shape[:-1])
+    name = f"{PACKAGE}.parallel_cross_entropy"
+    ran(name, "fusestep.nn.functional.cross_entropy", "cross_entropy", logits)
+    return functional.cross_entropy(
+        logits,
+        target.reshape(logits.shape[:-1]),
+        ignore_index=ignore_idx,
+        label_smoothing=label_smoothing,
+        reduction="mean" if reduce_loss else "none",
+    )
