@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from fusestep.optim import FusedAdam
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 MAX_NORM = 1.0
 COLUMNS = ("parameters", "implementation", "device ms", "floor ms", "of floor", "host ms")
+IDENTITY = ("set", "implementation")
+RATIOS = {"of_floor": "more", "over_torch": "more"}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -38,16 +40,22 @@ def gpt_shapes(width: int, layers: int, vocabulary: int, context: int) -> list[t
     return shapes
 
 
-SETS = {
+SETS: dict[str, list[tuple[int, ...]]] = {
     "29M": gpt_shapes(768, 4, 96, 256),
     "124M": gpt_shapes(768, 12, 50304, 1024),
     "1.3B": gpt_shapes(2048, 24, 50304, 2048),
 }
+TINY = {"SETS": {"tiny": gpt_shapes(24, 2, 32, 16)}}
+
+
+def ours(row: dict[str, Any]) -> bool:
+    """Whether a row is of our code."""
+    return str(row["implementation"]).startswith("fusestep")
 
 
 def parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     """Random fp32 parameters with random gradients."""
-    made = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+    made = [nn.Parameter(torch.randn(shape, device=timing.DEVICE) * 0.02) for shape in shapes]
     for parameter in made:
         parameter.grad = torch.randn_like(parameter) * 1e-3
     return made
@@ -90,45 +98,53 @@ def candidates(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Tensor |
 
         return call
 
+    common = OPTIONS | {"capturable": timing.DEVICE.type == "cuda"}
     return {
-        "fusestep": step(FusedAdam(shared, adam_w_mode=True, capturable=True, **OPTIONS)),
-        "fusestep+clip": step(FusedAdam(shared, adam_w_mode=True, capturable=True, max_grad_norm=MAX_NORM, **OPTIONS)),
-        "torch fused": step(torch.optim.AdamW(shared, fused=True, capturable=True, **OPTIONS)),
-        "torch fused+clip": step(torch.optim.AdamW(shared, fused=True, capturable=True, **OPTIONS), clip=True),
+        "fusestep": step(FusedAdam(shared, adam_w_mode=True, **common)),
+        "fusestep+clip": step(FusedAdam(shared, adam_w_mode=True, max_grad_norm=MAX_NORM, **common)),
+        "torch fused": step(torch.optim.AdamW(shared, fused=True, **common)),
+        "torch fused+clip": step(torch.optim.AdamW(shared, fused=True, **common), clip=True),
     }
 
 
-def run(copy: float) -> list[dict[str, Any]]:
+def run(copy: float) -> Iterator[dict[str, Any]]:
     """Time every set; refuse to time a wrong step."""
-    rows: list[dict[str, Any]] = []
     for name, shapes in SETS.items():
-        elements = sum(math.prod(shape) for shape in shapes)
         worst = max(check(shapes[:16], None), check(shapes[:16], 0.05))
         if not worst < 1e-3:
             raise SystemExit(f"Adam is wrong at {name}: relative error of the update {worst:.2e}; nothing was timed.")
-        calls = candidates(shapes)
-        stream = torch.cuda.Stream()
-        graphs = {label: timing.Graph(lambda _, call=call: call(), stream, calls=3) for label, call in calls.items()}
-        device = timing.device_times(graphs)
-        del graphs
-        host = host_step_times(shapes)
-        for label, measured in device.items():
-            floor = elements * (32 if "clip" in label else 28) / copy * 1e3
-            rows.append(
-                {
-                    "set": name,
-                    "parameters": elements,
-                    "tensors": len(shapes),
-                    "implementation": label,
-                    "device_ms": measured.median,
-                    "device_ms_quartiles": [measured.low, measured.high],
-                    "floor_ms": floor,
-                    "of_floor": floor / measured.median,
-                    "host_ms": host[label].median,
-                }
-            )
-        del calls
-        torch.cuda.empty_cache()
+        yield from measure(name, shapes, copy)
+        timing.free()
+
+
+def measure(name: str, shapes: list[tuple[int, ...]], copy: float) -> list[dict[str, Any]]:
+    """One set: all implementations interleaved."""
+    elements = sum(math.prod(shape) for shape in shapes)
+    stream = timing.new_stream()
+    graphs = {
+        label: timing.Graph(lambda _, call=call: call(), stream, calls=3) for label, call in candidates(shapes).items()
+    }
+    device = timing.device_times(graphs)
+    del graphs
+    host = host_step_times(shapes)
+    rows = []
+    for label, measured in device.items():
+        suffix = "+clip" if label.endswith("+clip") else ""
+        floor = elements * (32 if suffix else 28) / copy * 1e3
+        rows.append(
+            {
+                "set": name,
+                "parameters": elements,
+                "tensors": len(shapes),
+                "implementation": label,
+                "device_ms": measured.median,
+                "device_ms_quartiles": [measured.low, measured.high],
+                "floor_ms": floor,
+                "of_floor": floor / measured.median,
+                "over_torch": device[f"torch fused{suffix}"].median / measured.median,
+                "host_ms": host[label].median,
+            }
+        )
     return rows
 
 

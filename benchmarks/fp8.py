@@ -1,18 +1,19 @@
 """An FP8 linear layer, forward and backward, against torch's bf16 one and the floor of its products and casts.
 
 The floor is what the three FP8 products take by themselves in the same run, plus the bytes of the casts at the copy
-rate: input, weight and output gradient are each read once in bf16 and written twice in FP8. Device time, by graph.
+rate: input, weight and output gradient are each read once in bf16 and written twice in FP8. Device time, by graph; and
+event time, which has the host's in it and whose chip is cooler, to set beside figures that were taken so elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import timing
+from benchmarks import peers, timing
 from fusestep import fp8
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fusestep.nn import Linear
@@ -31,7 +32,16 @@ RECIPES = {
     "block": Float8BlockScaling(),
 }
 CALLS = 6
-COLUMNS = ("shape", "implementation", "device ms", "floor ms", "of floor", "torch bf16", "host µs")
+NATIVE, TORCHAO = "torch bf16", "torchao tensorwise, compiled"
+TINY = {"SHAPES": ((40, 32, 48),), "CALLS": 1}
+COLUMNS = ("shape", "implementation", "device ms", "floor ms", "of floor", "torch bf16", "events ms", "host µs")
+IDENTITY = ("tokens", "inputs", "outputs", "implementation")
+RATIOS = {"of_floor": "less", "over_torch": "more", "host_over_torch": "less"}
+
+
+def ours(row: dict[str, Any]) -> bool:
+    """Whether a row is of our code."""
+    return row["implementation"] in RECIPES
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -43,59 +53,69 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['floor_ms']:.3f}",
         f"{row['of_floor']:.3f}",
         f"{row['over_torch']:.2f}x",
-        f"{row['host_us']:.0f}",
+        f"{row['events_ms']:.3f}",
+        "" if row["host_us"] is None else f"{row['host_us']:.0f}",
     ]
 
 
-def run(copy: float) -> list[dict[str, Any]]:
+def run(copy: float) -> Iterator[dict[str, Any]]:
     """Time every shape; refuse to time a wrong layer."""
-    rows: list[dict[str, Any]] = []
     for shape in SHAPES:
-        rows += measure(*shape, copy)
-        torch.cuda.empty_cache()
-    return rows
+        yield from measure(*shape, copy)
+        torch.compiler.reset()
+        timing.free()
 
 
 def measure(tokens: int, inputs: int, outputs: int, copy: float) -> list[dict[str, Any]]:
     """One shape: all implementations and the three products interleaved."""
-    options = {"device": "cuda", "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": timing.DEVICE, "dtype": torch.bfloat16}
     layers: dict[str, nn.Module] = {name: Linear(inputs, outputs, **options) for name in RECIPES}
-    layers["torch bf16"] = nn.Linear(inputs, outputs, **options)
+    layers[NATIVE] = nn.Linear(inputs, outputs, **options)
     for name in RECIPES:
         error = check(layers[name], RECIPES[name], inputs)
         if not error < 0.08:
             raise SystemExit(f"{name} is wrong at {inputs} x {outputs}: relative error {error:.2e}; nothing was timed.")
+    if peers.has("torchao"):
+        layers[TORCHAO] = peers.float8(nn.Sequential(nn.Linear(inputs, outputs, **options)))
     sets = timing.sets_needed(2 * tokens * (inputs + outputs))
     data = [torch.randn(tokens, inputs, **options, requires_grad=True) for _ in range(sets)]
     gradients = [torch.randn(tokens, outputs, **options) for _ in range(sets)]
-    stream = torch.cuda.Stream()
     calls = {name: step(layer, RECIPES.get(name), data, gradients) for name, layer in layers.items()}
-    graphs = {name: timing.Graph(call, stream, calls=CALLS) for name, call in calls.items()}
-    graphs["products"] = timing.Graph(products(tokens, inputs, outputs), stream, calls=CALLS)
+    stream = timing.new_stream()
+    graphs, failed = timing.captured(
+        calls | {"products": products(tokens, inputs, outputs)}, stream, {TORCHAO}, number=CALLS
+    )
     device = timing.device_times(graphs)
+    del graphs
+    events = timing.event_times({name: bound(call) for name, call in calls.items() if name not in failed})
+    few = [torch.randn(16, inputs, **options, requires_grad=True)], [torch.randn(16, outputs, **options)]
+    # Compiled again for another shape: that is not what a step of one shape costs.
+    small = {name: bound(step(layer, RECIPES.get(name), *few)) for name, layer in layers.items() if name != TORCHAO}
+    host = timing.host_times(small, calls=50)
     casts = 4 * (tokens * inputs + inputs * outputs + tokens * outputs) / copy * 1e3
     floor = device["products"].median + casts
-    del graphs
-    few = [torch.randn(16, inputs, **options, requires_grad=True)], [torch.randn(16, outputs, **options)]
-    host = timing.host_times({name: bound(step(layers[name], RECIPES.get(name), *few)) for name in layers})
-    native = device["torch bf16"].median
-    return [
-        {
-            "tokens": tokens,
-            "inputs": inputs,
-            "outputs": outputs,
-            "implementation": name,
-            "device_ms": device[name].median,
-            "device_ms_quartiles": [device[name].low, device[name].high],
-            "products_ms": device["products"].median,
-            "casts_ms": casts,
-            "floor_ms": floor,
-            "of_floor": device[name].median / floor,
-            "over_torch": native / device[name].median,
-            "host_us": host[name].median * 1e3,
-        }
-        for name in layers
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in layers:
+        row = {"tokens": tokens, "inputs": inputs, "outputs": outputs, "implementation": name}
+        if name in failed:
+            rows.append(row | {"failed": failed[name]})
+            continue
+        rows.append(
+            row
+            | {
+                "device_ms": device[name].median,
+                "device_ms_quartiles": [device[name].low, device[name].high],
+                "products_ms": device["products"].median,
+                "casts_ms": casts,
+                "floor_ms": floor,
+                "of_floor": device[name].median / floor,
+                "over_torch": device[NATIVE].median / device[name].median,
+                "events_ms": events[name].median,
+                "host_us": host[name].median * 1e3 if name in host else None,
+                "host_over_torch": host[name].median / host[NATIVE].median if name in host else None,
+            }
+        )
+    return rows
 
 
 def bound(call: Callable[[int], Any]) -> Callable[[], Any]:
@@ -124,14 +144,17 @@ def products(tokens: int, inputs: int, outputs: int) -> Callable[[int], Any]:
     """The three products of a layer in E4M3 with fast accumulation, on operands that are cast already."""
 
     def operand(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, device="cuda").clamp(-4, 4).to(torch.float8_e4m3fn)
+        return torch.randn(rows, columns, device=timing.DEVICE).clamp(-4, 4).to(torch.float8_e4m3fn)
 
     pairs = [
         (operand(tokens, inputs), operand(outputs, inputs)),
         (operand(tokens, outputs), operand(inputs, outputs)),
         (operand(outputs, tokens), operand(inputs, tokens)),
     ]
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), device=timing.DEVICE)
+    if not fp8.support()[0]:
+        wide = [(a.bfloat16(), b.bfloat16()) for a, b in pairs]
+        return lambda _: [a @ b.t() for a, b in wide]
 
     def call(_: int) -> None:
         for a, b in pairs:
@@ -142,7 +165,7 @@ def products(tokens: int, inputs: int, outputs: int) -> Callable[[int], Any]:
 
 def check(layer: nn.Module, recipe: fp8.Recipe, inputs: int) -> float:
     """The largest relative distance of output and gradients from float64: FP8's own, about 4 % for random numbers."""
-    x = torch.randn(999, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(999, inputs, device=timing.DEVICE, dtype=torch.bfloat16, requires_grad=True)
     with fp8.fp8_autocast(recipe=recipe):
         y = layer(x)
     gradient = torch.randn_like(y)

@@ -1,126 +1,175 @@
-"""Linear + cross entropy, forward and backward in bf16, against its three products, torch and torch.compile.
+"""Linear + cross entropy, forward and backward in bf16, against its three products, torch and other libraries.
 
 The three products (logits, gradients of input and weight) are cuBLAS's on whole tensors in the same run.
-Device time is from graph replays. Memory is the peak of an eager forward and backward beyond the operands and the two
-final gradients. Host time is that of eight tokens of a small head.
+Device time is from graph replays; other libraries, which wait for the device in between, are timed by events. Memory is
+the peak of an eager forward and backward beyond the operands and the two final gradients. Host time is that of eight
+tokens of a small head. Every implementation is compared with float32 at the very shape that is timed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import peers, timing
 from fusestep import linear_cross_entropy
 
 #: Tokens, width, vocabulary.
 SHAPES = ((8192, 768, 50304), (8192, 2048, 128256))
 CALLS, ROUNDS = 2, 9
-#: A call takes operands; `Loss` gives the loss of x, weight and target.
+#: Whether torch.compile is among the implementations.
+COMPILES = True
+TINY = {"SHAPES": ((40, 24, 96),), "COMPILES": False}
+#: The loss of x, weight and target.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-COLUMNS = ("shape", "implementation", "device ms", "three products", "of them", "extra GB", "host µs")
+Operands = tuple[Tensor, Tensor, Tensor]
+COLUMNS = ("shape", "implementation", "timed by", "ms", "three products", "of them", "extra GB", "host µs")
+IDENTITY = ("tokens", "width", "vocabulary", "implementation")
+RATIOS = {"of_products": "less", "extra_bytes": "less"}
+
+
+def ours(row: dict[str, Any]) -> bool:
+    """Whether a row is of our code."""
+    return str(row["implementation"]).startswith("fusestep")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as the terminal shows it."""
+    host = row["host_us"]
     return [
         f"{row['tokens']} x {row['width']} x {row['vocabulary']}",
         row["implementation"],
+        row["timed"],
         f"{row['device_ms']:.2f}",
         f"{row['products_ms']:.2f}",
         f"{row['of_products']:.3f}",
-        f"{row['extra_bytes'] / 1e9:.2f}",
-        f"{row['host_us']:.0f}",
+        f"{row['extra_bytes'] / 1e9:.3f}",
+        "" if host is None else f"{host:.0f}",
     ]
 
 
+def whole(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """All logits in bf16, then the loss in fp32: plain PyTorch."""
+    return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
 def losses() -> dict[str, Loss]:
-    """What is timed."""
-
-    def whole(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).float(), target)
-
-    return {
+    """What is timed by graphs."""
+    made: dict[str, Loss] = {
         "fusestep": linear_cross_entropy,
         "fusestep, sums in bf16": functools.partial(linear_cross_entropy, accumulate_dtype=torch.bfloat16),
         "fusestep, recomputing": functools.partial(linear_cross_entropy, gradients="recompute"),
         "torch": whole,
-        "torch.compile": torch.compile(whole, dynamic=False),
     }
+    if COMPILES:
+        made["torch.compile"] = torch.compile(whole, dynamic=False)
+    return made
 
 
-def operands(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+def operands(tokens: int, width: int, vocabulary: int) -> Operands:
     """x and weight in bf16, logits of about unit variance, and targets."""
-    x = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
-    weight = (torch.randn(vocabulary, width, device="cuda") / width**0.5).bfloat16().requires_grad_()
-    return x, weight, torch.randint(vocabulary, (tokens,), device="cuda")
+    x = torch.randn(tokens, width, device=timing.DEVICE).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, width, device=timing.DEVICE) / width**0.5).bfloat16().requires_grad_()
+    return x, weight, torch.randint(vocabulary, (tokens,), device=timing.DEVICE)
 
 
-def backward(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def backward(loss: Loss, given: Operands) -> tuple[Tensor, ...]:
     """(loss, dx, dweight)."""
     value = loss(*given)
     return (value.detach(), *torch.autograd.grad(value, given[:2]))
 
 
-def check(loss: Loss, width: int, vocabulary: int) -> float:
-    """The largest relative error of the loss and of both gradients, against float32 from the same operands."""
-    given = operands(1000, width, vocabulary)
-    wide = (*(leaf.detach().float().requires_grad_() for leaf in given[:2]), given[2])
-    wanted = backward(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target), wide)  # type: ignore[arg-type]
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(backward(loss, given), wanted, strict=True))
+def exact(given: Operands) -> tuple[Tensor, ...]:
+    """(loss, dx, dweight) in float32 from the same operands."""
+    x, weight = (leaf.detach().float().requires_grad_() for leaf in given[:2])
+    return backward(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target), (x, weight, given[2]))
 
 
-def run(copy: float) -> list[dict[str, Any]]:  # noqa: ARG001 (the floor is products, not bytes)
+def error_of(loss: Loss, given: Operands, wanted: tuple[Tensor, ...]) -> float:
+    """The largest relative error of the loss and of both gradients."""
+    found = backward(loss, given)
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+
+
+def run(copy: float) -> Iterator[dict[str, Any]]:  # noqa: ARG001 (the floor is products, not bytes)
     """Time every shape; refuse to time a wrong loss."""
-    host = timing.host_times({name: host_call(loss) for name, loss in losses().items()})
-    rows: list[dict[str, Any]] = []
+    quick = {name: loss for name, loss in losses().items() if name != "torch.compile"}
+    host = timing.host_times({name: host_call(loss) for name, loss in quick.items()}, calls=50)
     for shape in SHAPES:
-        rows += measure(*shape, host)
+        yield from measure(*shape, host)
         torch.compiler.reset()
-        torch.cuda.empty_cache()
-    return rows
+        timing.free()
 
 
 def measure(tokens: int, width: int, vocabulary: int, host: Mapping[str, timing.Timing]) -> list[dict[str, Any]]:
     """One shape: all implementations and the three products interleaved."""
-    made = losses()
-    for name, loss in made.items():
-        error = check(loss, width, vocabulary)
-        if not error < 2e-2:
-            raise SystemExit(
-                f"{name} is wrong at vocabulary {vocabulary}: relative error {error:.2e}; nothing was timed."
-            )
+    mine, others = losses(), peers.losses()
     given = operands(tokens, width, vocabulary)
-    extra = {name: extra_bytes(loss, given) for name, loss in made.items()}
-    stream = torch.cuda.Stream()
+    failed = wrong(mine, given)
+    if failed:
+        raise SystemExit(f"vocabulary {vocabulary}: {failed}; nothing was timed.")
+    failed = wrong(others, given)
+    timing.free()
+    runs = {name: loss for name, loss in (mine | others).items() if name not in failed}
+    extra = {name: extra_bytes(loss, given) for name, loss in runs.items()}
+    timing.free()
 
-    def call(loss: Loss) -> Callable[[int], Any]:
+    def call(loss: Loss) -> Callable[[], Any]:
+        return lambda: backward(loss, given)
+
+    def indexed(loss: Loss) -> Callable[[int], Any]:
         return lambda _: backward(loss, given)
 
-    graphs = {"products": timing.Graph(products(*given[:2]), stream, CALLS)}
-    graphs |= {name: timing.Graph(call(loss), stream, CALLS) for name, loss in made.items()}
+    stream = timing.new_stream()
+    calls = {"products": products(*given[:2])} | {name: indexed(loss) for name, loss in mine.items()}
+    graphs, _ = timing.captured(calls, stream, number=CALLS)
     times = timing.device_times(graphs, ROUNDS)
+    del graphs
+    timing.free()
+    if others:
+        times |= timing.event_times({name: call(runs[name]) for name in others if name in runs}, ROUNDS)
     floor = times["products"].median
-    return [
-        {
-            "tokens": tokens,
-            "width": width,
-            "vocabulary": vocabulary,
-            "implementation": name,
-            "device_ms": times[name].median,
-            "device_ms_quartiles": [times[name].low, times[name].high],
-            "products_ms": floor,
-            "of_products": times[name].median / floor,
-            "extra_bytes": extra[name],
-            "host_us": host[name].median * 1e3,
-        }
-        for name in made
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in mine | others:
+        row = {"tokens": tokens, "width": width, "vocabulary": vocabulary, "implementation": name}
+        if name in failed:
+            rows.append(row | {"failed": failed[name]})
+            continue
+        rows.append(
+            row
+            | {
+                "timed": "graph" if name in mine else "events",
+                "device_ms": times[name].median,
+                "device_ms_quartiles": [times[name].low, times[name].high],
+                "products_ms": floor,
+                "of_products": times[name].median / floor,
+                "extra_bytes": extra[name],
+                "host_us": host[name].median * 1e3 if name in host else None,
+            }
+        )
+    return rows
+
+
+def wrong(made: Mapping[str, Loss], given: Operands) -> dict[str, str]:
+    """The losses that are wrong or do not run, and how."""
+    wanted = exact(given)
+    found: dict[str, str] = {}
+    for name, loss in made.items():
+        try:
+            error = error_of(loss, given, wanted)
+        except Exception as problem:
+            if ours({"implementation": name}):
+                raise
+            found[name] = timing.in_words(problem)
+            continue
+        if not error < 2e-2:
+            found[name] = f"wrong: relative error {error:.2e}"
+    return found
 
 
 def products(x: Tensor, weight: Tensor) -> Callable[[int], Any]:
@@ -137,8 +186,10 @@ def products(x: Tensor, weight: Tensor) -> Callable[[int], Any]:
     return call
 
 
-def extra_bytes(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> int:
-    """The peak of a forward and backward, beyond the operands and the final gradients."""
+def extra_bytes(loss: Loss, given: Operands) -> int:
+    """The peak of a forward and backward, beyond the operands and the final gradients; 0 on a CPU."""
+    if timing.DEVICE.type != "cuda":
+        return 0
     backward(loss, given)  # cuBLAS keeps a workspace from the first call on
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -5,29 +5,35 @@
   call finds its inputs in the L2 cache (triton#405). Rounds visit the candidates in turn, so that clocks and
   temperature drift over all of them alike.
 - Host time: wall time to enqueue a call on tensors so small that the device is always ahead.
+- Event time: an eager call between two events, the L2 cache flushed before it, as other projects time theirs. The
+  host's time is in it where the device waits for the host.
 - The byte floor: bytes that an operation must move (each input read once, each output written once), over the rate of
   a large device-to-device copy timed eagerly in the same run (a copy inside a captured graph is slower).
+
+On a CPU, where nothing is measured but all of it can be rehearsed, a graph is its calls and a stream is nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from fusestep import durable
-from fusestep.ladder import environment
+from fusestep import hardware
 
+#: Where everything is measured; a CPU rehearses.
+DEVICE = torch.device("cuda" if hardware.devices() else "cpu")
 CALLS = 12
 ROUNDS = 15
 L2_MULTIPLE = 3
+#: Elements of the copy, and bytes that are written to flush the cache.
+COPIED, FLUSHED = (1 << 30, 256 << 20) if DEVICE.type == "cuda" else (1 << 20, 1 << 20)
 
 
 @dataclasses.dataclass
@@ -44,23 +50,62 @@ class Timing:
         return cls(median, low, high)
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    """Give cached memory back, so that the next shape has it."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def new_stream() -> torch.cuda.Stream | None:
+    """A stream to capture on."""
+    return torch.cuda.Stream() if DEVICE.type == "cuda" else None
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on a stream within, ordered with the current one at both ends."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def elapsed(call: Callable[[], Any]) -> float:
+    """Milliseconds of a call between two events (on a CPU: by its clock)."""
+    if DEVICE.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
 def copy_rate() -> float:
     """Bytes a second, read plus written, of a 4 GiB device-to-device copy, timed eagerly; the median of 20."""
-    source = torch.randn(1 << 30, device="cuda")
+    source = torch.randn(COPIED, device=DEVICE)
     target = torch.empty_like(source)
-    samples = []
-    for _ in range(25):
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end))
+    samples = [elapsed(lambda: target.copy_(source)) for _ in range(25)]
     return 2 * source.numel() * source.element_size() / (statistics.median(samples[5:]) * 1e-3)
 
 
 def sets_needed(bytes_per_call: int) -> int:
     """How many sets of tensors the calls of a graph must walk through to stay out of the L2 cache."""
+    if DEVICE.type != "cuda":
+        return 2
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(1, min(CALLS, -(-L2_MULTIPLE * cache // bytes_per_call)))
 
@@ -68,26 +113,49 @@ def sets_needed(bytes_per_call: int) -> int:
 class Graph:
     """`CALLS` calls of one candidate, captured; call k gets k modulo the number of its tensor sets."""
 
-    def __init__(self, call: Callable[[int], Any], stream: torch.cuda.Stream, calls: int = CALLS) -> None:
+    def __init__(self, call: Callable[[int], Any], stream: torch.cuda.Stream | None, calls: int = CALLS) -> None:
         self.calls = calls
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                for k in range(calls):
-                    call(k)
-        stream.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            for k in range(calls):
-                call(k)
+        self._call = call
+        with on(stream):
+            for _ in range(3 if stream is not None else 1):
+                self._all()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if stream is not None:
+            stream.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=stream):
+                self._all()
+
+    def _all(self) -> None:
+        for k in range(self.calls):
+            self._call(k)
 
     def milliseconds(self) -> float:
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / self.calls
+        return elapsed(self._all if self.graph is None else self.graph.replay) / self.calls
+
+
+def captured(
+    calls: Mapping[str, Callable[[int], Any]],
+    stream: torch.cuda.Stream | None,
+    may_fail: Collection[str] = (),
+    number: int = CALLS,
+) -> tuple[dict[str, Graph], dict[str, str]]:
+    """A graph of each candidate, and why those that `may_fail` have none."""
+    graphs: dict[str, Graph] = {}
+    failed: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = Graph(call, stream, number)
+        except Exception as error:
+            if name not in may_fail:
+                raise
+            failed[name] = in_words(error)
+    return graphs, failed
+
+
+def in_words(error: BaseException) -> str:
+    """What failed, in a line or two."""
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def device_times(candidates: Mapping[str, Graph], rounds: int = ROUNDS) -> dict[str, Timing]:
@@ -95,9 +163,22 @@ def device_times(candidates: Mapping[str, Graph], rounds: int = ROUNDS) -> dict[
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 2):
         for name, graph in candidates.items():
-            elapsed = graph.milliseconds()
+            taken = graph.milliseconds()
             if number >= 2:
-                samples[name].append(elapsed)
+                samples[name].append(taken)
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def event_times(candidates: Mapping[str, Callable[[], Any]], rounds: int = 15) -> dict[str, Timing]:
+    """Milliseconds between two events around an eager call, the L2 cache flushed; in turn, two rounds of warm-up."""
+    cache = torch.empty(FLUSHED, dtype=torch.int8, device=DEVICE)
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds + 2):
+        for name, call in candidates.items():
+            cache.zero_()
+            taken = elapsed(call)
+            if number >= 2:
+                samples[name].append(taken)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
@@ -112,25 +193,12 @@ def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, ro
     try:
         for _ in range(rounds):
             for name, call in candidates.items():
-                torch.cuda.synchronize()
+                synchronize()
                 start = time.perf_counter()
                 for _ in range(calls):
                     call()
                 samples[name].append((time.perf_counter() - start) / calls * 1e3)
-                torch.cuda.synchronize()
+                synchronize()
     finally:
         gc.enable()
     return {name: Timing.of(values) for name, values in samples.items()}
-
-
-def write_results(path: Path, part: str, copy: float, rows: list[dict[str, Any]]) -> None:
-    """Write one results file whole."""
-    document = {
-        "schema": 1,
-        "part": part,
-        "environment": environment.describe(torch.device("cuda", 0)),
-        "copy_bytes_per_second": copy,
-        "rows": rows,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_together({path: json.dumps(document, indent=1) + "\n"})

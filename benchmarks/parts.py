@@ -1,0 +1,139 @@
+"""The parts of the benchmarks: what each has, and one of them run in this process.
+
+    python -m benchmarks.parts PART FILE --seconds N [--rehearse]
+
+A part is a module of this folder. `steps-a` is the module `steps`, told "a". A module has
+
+- `COLUMNS` and `cells(row)`: how the terminal shows a row;
+- `run(copy)`, or `run(copy, what)` for parts that are told: gives the rows one after another, each a dict of plain
+  values. `copy` is the device's copy rate in bytes a second, the unit of byte floors. It refuses to time what is wrong;
+- `IDENTITY`: the fields that say which row a row is;
+- `RATIOS`: the fields that compare ours with something of the same run, and whether "more" or "less" is better. Times
+  by themselves differ from one machine of a model to the next, and with its temperature; ratios much less;
+- optionally `ours(row)`: whether a row is of our code, which is what may become slower. All are, without it;
+- optionally `TINY`: attributes of the module and their values in a rehearsal on a CPU.
+
+`FILE` is written anew after each row, so a part that is cut off keeps what it has. After `--seconds` no further row is
+begun, and the file says that it is unfinished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks import peers, timing
+from fusestep import durable
+from fusestep.ladder import environment
+
+#: The parts in the order in which they run, and about how many seconds each takes on an H200.
+PARTS: dict[str, int] = {
+    "adam": 25,
+    "norms": 75,
+    "fp8": 75,
+    "loss": 60,
+    "mlp": 60,
+    "pieces": 45,
+    "steps-a": 70,
+    "steps-b": 90,
+    "steps-c": 90,
+    "steps-d": 150,
+    "startup": 90,
+    "scaling": 90,
+    "learning": 600,
+}
+SCHEMA = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part's module and what it is told."""
+
+    name: str
+    module: ModuleType
+    told: str
+
+    def rows(self, copy: float) -> Iterable[dict[str, Any]]:
+        """Measure."""
+        made: Iterable[dict[str, Any]] = self.module.run(copy, self.told) if self.told else self.module.run(copy)
+        return made
+
+    def ours(self, row: dict[str, Any]) -> bool:
+        """Whether a row is of our code."""
+        return bool(getattr(self.module, "ours", lambda _: True)(row))
+
+    def identity(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        """Which row it is."""
+        return tuple(row.get(name) for name in getattr(self.module, "IDENTITY", ()))
+
+    @property
+    def ratios(self) -> dict[str, str]:
+        """The fields that are compared with results of before, and what is better."""
+        return dict(getattr(self.module, "RATIOS", {}))
+
+
+def load(name: str) -> Part:
+    """The part of that name."""
+    module, _, told = name.partition("-")
+    return Part(name, importlib.import_module(f"benchmarks.{module}"), told)
+
+
+def rehearse(part: Part) -> None:
+    """Make a part as small as a CPU can do."""
+    for name, value in getattr(part.module, "TINY", {}).items():
+        setattr(part.module, name, value)
+
+
+def measure(part: Part, file: Path, seconds: float) -> dict[str, Any]:
+    """Run a part and keep its rows in `file`; returns what the file holds."""
+    began = time.monotonic()
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "part": part.name,
+        "environment": environment.describe(timing.DEVICE),
+        "copy_bytes_per_second": timing.copy_rate(),
+        "peers": peers.versions(),
+        "unfinished": True,
+        "rows": [],
+    }
+
+    def keep() -> None:
+        document["seconds"] = round(time.monotonic() - began, 1)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_together({file: json.dumps(document, indent=1) + "\n"})
+
+    keep()
+    rows = iter(part.rows(document["copy_bytes_per_second"]))
+    while time.monotonic() - began < seconds:
+        row = next(rows, None)
+        if row is None:
+            document["unfinished"] = False
+            break
+        document["rows"].append(row)
+        keep()
+    keep()
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parts", description=__doc__)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e6)
+    parser.add_argument("--rehearse", action="store_true")
+    arguments = parser.parse_args()
+    part = load(arguments.part)
+    if arguments.rehearse:
+        rehearse(part)
+    measure(part, arguments.file, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Other libraries on the same work, where they are installed: Liger, QuACK and torchao, each at its best setting.
+
+Nothing of ours needs them. One that is not installed has no rows, and the results say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Name here: (module, distribution).
+LIBRARIES = {
+    "liger": ("liger_kernel", "liger-kernel"),
+    "quack": ("quack", "quack-kernels"),
+    "torchao": ("torchao", "torchao"),
+}
+NOT_INSTALLED = "not installed"
+
+
+def versions() -> dict[str, str]:
+    """The version of each library, or "not installed"."""
+    return {name: _version(module, package) for name, (module, package) in LIBRARIES.items()}
+
+
+def _version(module: str, package: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        return NOT_INSTALLED
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def has(name: str) -> bool:
+    """Whether a library is installed. QuACK also needs the folder that CUTLASS DSL's wheel keeps its package in."""
+    if importlib.util.find_spec(LIBRARIES[name][0]) is None:
+        return False
+    if name == "quack" and importlib.util.find_spec("cutlass") is None:
+        found = importlib.util.find_spec("nvidia_cutlass_dsl")
+        places = found.submodule_search_locations if found is not None else None
+        for place in places or ():
+            for folder in ("python_packages", "dsl_packages"):
+                if (Path(place) / folder).is_dir():
+                    sys.path.append(str(Path(place) / folder))
+        importlib.invalidate_caches()
+        return importlib.util.find_spec("cutlass") is not None
+    return True
+
+
+def norms(kind: str, width: int, eps: float, device: torch.device) -> dict[str, Callable[[], nn.Module]]:
+    """Norms of a width, bf16 in and out, as modules with a weight (and a bias for layer_norm)."""
+    made: dict[str, Callable[[], nn.Module]] = {}
+    if has("liger"):
+        made["liger"] = lambda: _liger_norm(kind, width, eps).to(device, torch.bfloat16)
+    if has("quack"):
+        made["quack"] = lambda: _QuackNorm(kind, width, eps, device)
+    return made
+
+
+def _liger_norm(kind: str, width: int, eps: float) -> nn.Module:
+    transformers = importlib.import_module("liger_kernel.transformers")
+    # in_place=False: the upstream gradient belongs to the caller, and is used again by the next call.
+    options: dict[str, Any] = {} if kind == "layer_norm" else {"in_place": False}
+    name = "LigerLayerNorm" if kind == "layer_norm" else "LigerRMSNorm"
+    made: nn.Module = getattr(transformers, name)(width, eps=eps, **options)
+    return made
+
+
+class _QuackNorm(nn.Module):
+    """QuACK's norms, whose parameters are fp32."""
+
+    def __init__(self, kind: str, width: int, eps: float, device: torch.device) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.weight = nn.Parameter(torch.ones(width, device=device))
+        self.bias = nn.Parameter(torch.zeros(width, device=device)) if kind == "layer_norm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            y: Tensor = _QuackLayerNorm.apply(x, self.weight, self.bias, self.eps)
+            return y
+        made: Tensor = importlib.import_module("quack.rmsnorm").rmsnorm(x, self.weight, eps=self.eps)
+        return made
+
+
+class _QuackLayerNorm(torch.autograd.Function):
+    """QuACK has LayerNorm's two passes and no gradient over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        module = importlib.import_module("quack.rmsnorm")
+        y, rstd, mean = module.layernorm_fwd(x, weight, bias, eps=eps, return_rstd=True, return_mean=True)
+        ctx.save_for_backward(x, weight, rstd, mean)
+        out: Tensor = y
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, rstd, mean = ctx.saved_tensors
+        module = importlib.import_module("quack.rmsnorm")
+        return *module.layernorm_bwd(x, weight, gradient, rstd, mean), None
+
+
+def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Head product and mean loss of x (tokens, width), weight (V, width), target (tokens,)."""
+    made: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    if has("liger"):
+        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        made["liger"] = lambda x, weight, target: liger.LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+    if has("quack"):
+        _name_what_quack_cannot()
+        quack = importlib.import_module("quack.linear_cross_entropy")
+        made["quack"] = lambda x, weight, target: quack.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
+    return made
+
+
+def _name_what_quack_cannot() -> None:
+    """Newer CUTLASS DSL hands QuACK 0.6 values that its cache of kernels has no key for; they are named by type."""
+    if importlib.util.find_spec("quack.gemm_runtime") is None:
+        return
+    identity = importlib.import_module("quack.gemm_runtime.identity")
+    key = identity.semantic_value_key
+
+    def named(value: Any, seen: Any = None) -> Any:
+        try:
+            return key(value, seen)
+        except TypeError:
+            return ("opaque", str(type(value)))
+
+    identity.semantic_value_key = named
+
+
+def cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Mean loss of logits (tokens, V)."""
+    made: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    if has("quack"):
+        quack = importlib.import_module("quack.cross_entropy")
+        made["quack"] = lambda logits, target: quack.cross_entropy(logits, target)
+    return made
+
+
+def float8(module: nn.Module) -> nn.Module:
+    """torchao's FP8 training with one scale a tensor, computed anew, compiled: its fastest recipe on a Hopper chip."""
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    float8.convert_to_float8_training(module, config=config)
+    compiled: nn.Module = torch.compile(module, dynamic=False)  # type: ignore[assignment]
+    return compiled
