@@ -1,10 +1,10 @@
 """Tensor and sequence parallelism: what the ranks that share a layer agree on.
 
 A column-parallel layer holds some rows of its weight, out_features / size of them, and gives that many features; a
-row-parallel one holds columns, takes that many features and its products add up over the ranks. A column-parallel
-layer, whatever works feature by feature, and a row-parallel layer so need two collectives forward and two backward.
-With sequence parallelism what stands between such pairs (norms, dropout, residual adds) works on a slice of the sequence
-on each rank:
+row-parallel one holds columns and takes that many features, and its products add up over the ranks. A column-parallel
+layer, whatever works feature by feature, and a row-parallel layer need one collective forward and one backward. With
+sequence parallelism what stands between such pairs (norms, dropout, residual adds) works on a slice of the sequence on
+each rank, and the collective is cut in two:
 
     all ranks have x            enter: nothing           leave: all-reduce          backward the other way round
     a slice of the sequence     enter: all-gather        leave: reduce-scatter

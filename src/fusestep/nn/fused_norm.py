@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.errors import UserError
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops.norm import explain, normalise
@@ -29,6 +30,9 @@ class NormedModule(FP8Module):
     normalization: Normalization
     zero_centered_gamma: bool
     layer_norm_bias: nn.Parameter | None
+
+    # The ranks that share the module, if they do.
+    _parallel: TensorParallel | None = None
 
     def _register_norm(
         self,
@@ -63,6 +67,8 @@ class NormedModule(FP8Module):
     def _normalised(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(norm, x + residual or None) in high precision."""
         weight, bias = self._norm_parameters()
+        if self._parallel is not None:
+            weight, bias = self._parallel.shared(weight, bias)
         shape = (x.shape[-1],)
         result = normalise(
             self.centred, type(self).__name__, x, shape, weight, bias, self.eps, residual, memory_efficient=False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import Mode, checked_mode
 from fusestep.fp8.casts import Casts, Norm
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, plain_apply
 from fusestep.nn.fused_norm import (
@@ -39,6 +40,9 @@ class LayerNormLinear(Linear, NormedModule):
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: keep the norm's weight as its difference from 1.
         return_layernorm_output: return the norm's output too.
+        parallel_mode, tp_group, sequence_parallel, sequence_dim, column_blocks: as of Linear, but for "row": a norm
+            needs all features. With sequence parallelism the norm works on this rank's slice of the sequence. Where
+            ranks share the layer the norm's output exists in high precision, between the norm and its cast.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only), `weight`, `bias`.
     """
@@ -59,6 +63,11 @@ class LayerNormLinear(Linear, NormedModule):
         return_bias: bool = False,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
         name: str | None = None,
+        parallel_mode: Mode | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        column_blocks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(
             in_features,
@@ -70,6 +79,11 @@ class LayerNormLinear(Linear, NormedModule):
             return_bias=return_bias,
             parameters_split=parameters_split,
             name=name,
+            parallel_mode=checked_mode(type(self).__name__, parallel_mode, ("column",)),
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            column_blocks=column_blocks,
         )
         self.return_layernorm_output = return_layernorm_output
         products = list(self._parameters)
@@ -101,16 +115,20 @@ class LayerNormLinear(Linear, NormedModule):
         self._check_input(x, self.in_features, region)
         self._check_residual(x, residual)
         total = normed = None
-        if region is None or not region.enabled or not x.numel():
+        if self._parallel is not None:
             normed, total = self._normalised(x, residual)
-            y = self._in_high_precision(normed, region)
+            results = Linear.forward(self, normed, is_first_microbatch)
+            y, bias = results if self.return_bias else (results, None)
+        elif region is None or not region.enabled or not x.numel():
+            normed, total = self._normalised(x, residual)
+            y = self._in_high_precision(normed, region, not self.return_bias)
             bias = self._bias() if self.return_bias else None
         else:
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
             if self._is_split_in_fp8():
                 normed, total = self._normalised(x, residual)
-                y, bias = self._by_parts(normed, casts, grad, is_first_microbatch)
+                y, bias = self._by_parts(normed, casts, grad, is_first_microbatch, not self.return_bias)
             else:
                 weight, sources, bias = self._weight_and_bias()
                 added = None if self.return_bias else bias

@@ -19,6 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import (
+    Mode,
+    TensorParallel,
+    checked_mode,
+    fill_part,
+    mark_split,
+    tensor_parallel,
+)
 from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
@@ -52,6 +60,12 @@ class Linear(FP8Module):
         parameters_split: the weight and bias as several parameters, `{name}_weight` and `{name}_bias` of so many rows
             each, in this order; a sequence of names splits evenly. Still one product.
         name: of the layer, for error messages.
+        tp_group, parallel_mode: the ranks that share the layer, and how: "column" for each its part of out_features,
+            "row" for each its part of in_features, which products of all ranks then add up over; see docs/parallelism.
+            in_features and out_features are of the whole layer, its attributes of this rank's part.
+        sequence_parallel, sequence_dim: ranks hold slices of the sequence, along that dimension, where activations are
+            not split by features: before a column-parallel layer and behind a row-parallel one.
+        column_blocks: rows of which each rank gets its part, such as those of q, k and v in one weight.
 
     Outputs have the dtype of torch.autocast where it is enabled, else x's. Parameters may have another dtype.
     """
@@ -60,6 +74,11 @@ class Linear(FP8Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+    # Where ranks share the layer: who they are, and how.
+    _parallel: TensorParallel | None = None
+    parallel_mode: Mode | None = None
+    column_blocks: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -73,20 +92,42 @@ class Linear(FP8Module):
         return_bias: bool = False,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
         name: str | None = None,
+        parallel_mode: Mode | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        column_blocks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(name)
-        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
-        self.init_method, self.return_bias = init_method, return_bias
+        self.init_method, self.return_bias, self.has_bias = init_method, return_bias, bias
         for what, size in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(size, int) or size < 1:
                 raise UserError(f"{type(self).__name__}: {what} is {size!r}; pass an integer of at least 1.")
         self.parts = split_sizes(type(self).__name__, out_features, parameters_split)
+        if checked_mode(type(self).__name__, parallel_mode) is not None:
+            self._parallel = tensor_parallel(type(self).__name__, tp_group, sequence_parallel, sequence_dim)
+        if self._parallel is not None:
+            self.parallel_mode = parallel_mode
+            if parallel_mode == "row":
+                in_features = self._parallel.share("in_features", in_features)
+            else:
+                self.column_blocks = None if column_blocks is None else tuple(column_blocks)
+                self.parts = {part: self._parallel.share("out_features", rows) for part, rows in self.parts.items()}
+                out_features = sum(self.parts.values())
+                for block in self.column_blocks or ():
+                    self._parallel.share("a block of out_features,", block)
+        self.in_features, self.out_features = in_features, out_features
         for part, rows in self.parts.items():
             weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
             self.register_parameter(part + "weight", weight)
         for part, rows in self.parts.items():
             values = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             self.register_parameter(part + "bias", values)
+        if self._parallel is not None:
+            for part in self.parts:
+                mark_split(getattr(self, part + "weight"), 1 if parallel_mode == "row" else 0)
+                if bias and parallel_mode == "column":
+                    mark_split(getattr(self, part + "bias"), 0)
         self._reset_linear()
 
     def reset_parameters(self) -> None:
@@ -95,7 +136,9 @@ class Linear(FP8Module):
 
     def _reset_linear(self) -> None:
         for part in self.parts:
-            initialise(getattr(self, part + "weight"), self.init_method)
+            weight = getattr(self, part + "weight")
+            dim = 1 if self.parallel_mode == "row" else 0
+            fill_part(weight, lambda full: initialise(full, self.init_method), self._parallel, self.column_blocks, dim)
             if self.has_bias:
                 nn.init.zeros_(getattr(self, part + "bias"))
         self._reset_fp8()
@@ -115,23 +158,34 @@ class Linear(FP8Module):
         if torch.compiler.is_compiling() and self._leaves_graph(region):
             return self._outside_of_a_graph(x, is_first_microbatch)
         self._check_input(x, self.in_features, region)
+        parallel = self._parallel
+        adds_bias = not self.return_bias
+        if parallel is not None:
+            if self.parallel_mode == "column":
+                x = parallel.enter(x)
+            else:
+                parallel.check_sequence(x)
+                adds_bias = False  # once, to the sum of the products
         if region is not None and region.enabled and x.numel():
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
             if self._is_split_in_fp8():
-                y, bias = self._by_parts(x, casts, grad, is_first_microbatch)
+                y, bias = self._by_parts(x, casts, grad, is_first_microbatch, adds_bias)
             else:
                 weight, sources, bias = self._weight_and_bias()
-                added = None if self.return_bias else bias
+                added = bias if adds_bias else None
                 y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
         else:
-            y = self._in_high_precision(x, region)
-            bias = self._bias() if self.return_bias else None
+            y = self._in_high_precision(x, region, adds_bias)
+            bias = None if adds_bias else self._bias()
+        if parallel is not None and self.parallel_mode == "row":
+            (bias,) = parallel.shared(bias)
+            y = parallel.leave(y, None if self.return_bias else bias)
         return (y, bias) if self.return_bias else y
 
-    def _in_high_precision(self, x: Tensor, region: Region | None) -> Tensor:
-        """y, without the bias where that is to be returned."""
-        biases = self._parameters_of("bias") if self.has_bias and not self.return_bias else None
+    def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
+        """y, with the bias where it is to be added here."""
+        biases = self._parameters_of("bias") if self.has_bias and adds_bias else None
         weight, bias = plain_operands(self, x, region, self._parameters_of("weight"), biases)
         assert weight is not None
         self._calibrate(region, INPUT, x)
@@ -144,13 +198,15 @@ class Linear(FP8Module):
         """Whether the weight is several that live in FP8, each with its own scale."""
         return len(self.parts) > 1 and isinstance(self._first_weight(), Float8Tensor)
 
-    def _by_parts(self, x: Tensor, casts: Casts, grad: bool, first: bool | None) -> tuple[Tensor, Tensor | None]:
+    def _by_parts(
+        self, x: Tensor, casts: Casts, grad: bool, first: bool | None, adds_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """(y, bias) from one product for each part: weights that live in FP8 cannot share one without casting again."""
         outputs: list[Tensor] = []
         biases: list[Any] = []
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
-            added = None if self.return_bias else bias
+            added = bias if adds_bias else None
             outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
@@ -189,7 +245,8 @@ class Linear(FP8Module):
 
     def extra_repr(self) -> str:
         named = "" if self.name is None else f", name={self.name!r}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}{named}"
+        shared = "" if self._parallel is None else f", {self.parallel_mode} of {self._parallel.size} ranks"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}{shared}{named}"
 
 
 class _Linear(torch.autograd.Function):
