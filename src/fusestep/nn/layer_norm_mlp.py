@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, mark_split, tensor_parallel
 from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts, Norm
 from fusestep.fp8.context import Region
@@ -59,6 +60,10 @@ class LayerNormMLP(NormedModule):
         return_layernorm_output: return the norm's output too.
         init_method, output_layer_init_method: fill the first and second weight in place; None: N(0, 0.023).
         return_bias: do not add the second layer's bias but return it too.
+        tp_group: the ranks that share the layers, the first by its rows and the second by its columns; see
+            docs/parallelism. `ffn_hidden_size`, the attribute, is then this rank's part.
+        sequence_parallel, sequence_dim: input, norm and output are of this rank's slice of the sequence, along that
+            dimension.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only), `fc1_weight`, `fc1_bias`, `fc2_weight`,
     `fc2_bias`.
@@ -86,11 +91,17 @@ class LayerNormMLP(NormedModule):
         output_layer_init_method: Initialiser | None = None,
         return_bias: bool = False,
         name: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
     ) -> None:
         super().__init__(name)
         for what, size in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
             if not isinstance(size, int) or size < 1:
                 raise UserError(f"LayerNormMLP: {what} is {size!r}; pass an integer of at least 1.")
+        self._parallel = tensor_parallel(type(self).__name__, tp_group, sequence_parallel, sequence_dim)
+        if self._parallel is not None:
+            ffn_hidden_size = self._parallel.share("ffn_hidden_size", ffn_hidden_size)
         self.hidden_size, self.ffn_hidden_size, self.activation, self.has_bias = (
             hidden_size,
             ffn_hidden_size,
@@ -105,6 +116,11 @@ class LayerNormMLP(NormedModule):
         self._register_bias("fc1_bias", fc1_features, device, dtype)
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, device=device, dtype=dtype))
         self._register_bias("fc2_bias", hidden_size, device, dtype)
+        if self._parallel is not None:
+            mark_split(self.fc1_weight, 0)
+            mark_split(self.fc2_weight, 1)
+            if self.fc1_bias is not None:
+                mark_split(self.fc1_bias, 0)
         self.reset_parameters()
 
     def _register_bias(self, name: str, features: int, device: Any, dtype: torch.dtype | None) -> None:
@@ -114,13 +130,20 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Initialise the parameters, and forget all scales."""
         self._reset_norm()
-        initialise(self.fc1_weight, self.init_method)
-        initialise(self.fc2_weight, self.output_layer_init_method)
+        parallel, second = self._parallel, self.output_layer_init_method
+        fill_part(self.fc1_weight, lambda full: initialise(full, self.init_method), parallel, self._fc1_blocks())
+        fill_part(self.fc2_weight, lambda full: initialise(full, second), parallel, dim=1)
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
         self._reset_fp8()
         prepare_weights(self, ["fc1_weight", "fc2_weight"])
+
+    def _fc1_blocks(self) -> tuple[int, ...] | None:
+        """The rows of the whole first weight of which each rank gets its part: both halves of a gated activation."""
+        if self._parallel is None or not is_gated(self.activation):
+            return None
+        return (self._parallel.size * self.ffn_hidden_size,) * 2
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
         """Normalise and run the MLP.
@@ -138,7 +161,9 @@ class LayerNormMLP(NormedModule):
             return self._outside_of_a_graph(x, is_first_microbatch, residual)
         self._check_input(x, self.hidden_size, region)
         self._check_residual(x, residual)
-        if region is None or not region.enabled or not x.numel():
+        if self._parallel is not None:
+            y, total, normed = self._shared(self._parallel, x, residual, region, is_first_microbatch)
+        elif region is None or not region.enabled or not x.numel():
             y, total, normed = self._in_high_precision(x, residual, region)
         else:
             grad = torch.is_grad_enabled()
@@ -159,7 +184,8 @@ class LayerNormMLP(NormedModule):
             return y
         results: list[Any] = [y]
         if self.return_bias:
-            results.append(self.fc2_bias)
+            bias = self._parameter("fc2_bias")
+            results.append(bias if self._parallel is None else self._parallel.shared(bias)[0])
         if self.return_layernorm_output:
             results.append(normed)
         if residual is not None:
@@ -170,17 +196,38 @@ class LayerNormMLP(NormedModule):
         self, x: Tensor, residual: Tensor | None, region: Region | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         normed, total = self._normalised(x, residual)
+        return self._products(normed, region, self.has_bias and not self.return_bias), total, normed
+
+    def _shared(
+        self, parallel: TensorParallel, x: Tensor, residual: Tensor | None, region: Region | None, first: bool | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The same of ranks that share the layers, in FP8 too: the norm stands apart from the cast of its output."""
+        normed, total = self._normalised(x, residual)
+        entered = parallel.enter(normed)
+        if region is None or not region.enabled or not x.numel():
+            y = self._products(entered, region, has_bias=False)
+        else:
+            grad = torch.is_grad_enabled()
+            casts = self._casts_of(region, records=grad and self.training)
+            weights = (self._parameter("fc1_weight"), self._parameter("fc1_bias"), self._parameter("fc2_weight"), None)
+            settings = (self.eps, self.centred, self.activation, False)
+            y = _apply(entered, None, None, None, *weights, (self, casts, grad, first, settings))
+        (bias,) = (None,) if self.return_bias else parallel.shared(self._parameter("fc2_bias"))
+        return parallel.leave(y, bias), total, normed
+
+    def _products(self, normed: Tensor, region: Region | None, has_bias: bool) -> Tensor:
+        """Both layers in high precision; `has_bias`: the second's is added."""
         fc1_weight, fc1_bias = self._operands("fc1", normed, region, has_bias=self.has_bias)
         h = plain_linear(self, normed, fc1_weight, fc1_bias, region)
         a = activate(h, self.activation)
-        fc2_weight, fc2_bias = self._operands("fc2", a, region, has_bias=self.has_bias and not self.return_bias)
+        fc2_weight, fc2_bias = self._operands("fc2", a, region, has_bias=has_bias)
         y = plain_linear(self, a, fc2_weight, fc2_bias, region)
         cast = (normed, fc1_weight, a, fc2_weight)
         for index, operand in zip((FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT), cast, strict=True):
             self._calibrate(region, index, operand)
         self._calibrate_gradient(region, FC1_GRADIENT, h)
         self._calibrate_gradient(region, FC2_GRADIENT, y)
-        return y, total, normed
+        return y
 
     def _operands(
         self, layer: str, x: Tensor, region: Region | None, *, has_bias: bool
@@ -201,14 +248,15 @@ class LayerNormMLP(NormedModule):
 
     def extra_repr(self) -> str:
         named = "" if self.name is None else f", name={self.name!r}"
+        shared = "" if self._parallel is None else f", shared by {self._parallel.size} ranks"
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.has_bias}, "
-            f"normalization={self.normalization!r}, activation={self.activation!r}{named}"
+            f"normalization={self.normalization!r}, activation={self.activation!r}{shared}{named}"
         )
 
 
 class _LayerNormMLP(torch.autograd.Function):
-    """y, or a tuple with x + residual and the norm where they are asked for.
+    """y, or a tuple with x + residual and the norm where they are asked for. Without a norm's weight, x is its output.
 
     `call` is (module, casts, whether gradients are enabled, whether this is the first micro-batch, (eps, centred,
     activation, whether to give the norm)).
@@ -219,7 +267,7 @@ class _LayerNormMLP(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
-        norm_weight: Tensor,
+        norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         fc1_weight: Tensor,
         fc1_bias: Tensor | None,
@@ -232,9 +280,14 @@ class _LayerNormMLP(torch.autograd.Function):
         through_fc1 = grad and any(norm_needed)
         through_fc2 = through_fc1 or (grad and (fc1_needed or fc1_bias_needed))
         dtype = activation_dtype(x)
-        norm = Norm(norm_weight, norm_bias, eps, centred)
-        normed = casts.norm(x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output)
-        n = normed.quantized
+        total = statistics = output = None
+        if norm_weight is None:
+            n = casts.input(x.reshape(-1, x.shape[-1]), FC1_INPUT, grad and fc1_needed)
+        else:
+            norm = Norm(norm_weight, norm_bias, eps, centred)
+            n, total, statistics, output = casts.norm(
+                x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output
+            )
         w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, grad, through_fc1, first)
         h = forward_product(casts, n, w1, fc1_bias, dtype)
         a = casts.activation(h, activation, FC2_INPUT, grad and fc2_needed)
@@ -243,8 +296,8 @@ class _LayerNormMLP(torch.autograd.Function):
         if grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(
-                x if residual is None else normed.total,
-                normed.statistics,
+                (None if norm_weight is None else x) if residual is None else total,
+                statistics,
                 norm_weight,
                 norm_bias,
                 *kept_for_weight(n, fc1_needed),
@@ -257,15 +310,15 @@ class _LayerNormMLP(torch.autograd.Function):
                 w2.transposed_scale_inv if through_fc2 else None,
             )
             ctx.casts, ctx.centred, ctx.activation = casts, centred, activation
-            ctx.is_transposed, ctx.ffn = n.transposed is not None, fc2_weight.shape[1]
+            ctx.is_transposed, ctx.shape, ctx.ffn = n.transposed is not None, x.shape, fc2_weight.shape[1]
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype
             ctx.weight_dtypes = fc1_weight.dtype, fc2_weight.dtype
             ctx.sums_dtypes = (
                 fc1_bias.dtype if fc1_bias is not None and fc1_bias_needed else None,
                 fc2_bias.dtype if fc2_bias is not None and fc2_bias_needed else None,
             )
-        ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
-        return present(shaped(y, x), normed.total, normed.output)
+        ctx.has_total, ctx.has_output = total is not None, output is not None
+        return present(shaped(y, x), total, output)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
@@ -305,10 +358,13 @@ class _LayerNormMLP(torch.autograd.Function):
                 )
                 del da
                 if through_fc1:
-                    dn = input_gradient(casts, dh, w1, w1_scale_inv, x.shape[-1], dtype).view(x.shape)
+                    dn = input_gradient(casts, dh, w1, w1_scale_inv, ctx.shape[-1], dtype).view(ctx.shape)
                 if fc1_needed:
                     transposed = n if ctx.is_transposed else transpose_bytes(n)
-                    dfc1 = weight_gradient(casts, dh, transposed, n_scale_inv, x.shape[-1], fc1_dtype)
+                    dfc1 = weight_gradient(casts, dh, transposed, n_scale_inv, ctx.shape[-1], fc1_dtype)
+        if norm_weight is None:
+            dx = None if dn is None else dn.to(x_dtype)
+            return dx, None, None, None, dfc1, dfc1_bias, dfc2, dfc2_bias, None
         gradients = norm_gradients(
             dn,
             dtotal,
