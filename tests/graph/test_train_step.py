@@ -383,7 +383,7 @@ class TestGraph:
             assert [float(twin(*batch)) for batch in data] == losses
         assert_same(step, twin)
         assert step.fallback is not None
-        assert "test_graph.py, line" in caplog.text
+        assert "test_train_step.py, line" in caplog.text
         assert "makes the host wait for the device" in caplog.text
         assert torch.randn(3, device=self.device).isfinite().all()
 
@@ -427,6 +427,7 @@ class TestGraph:
 
     # Of torch's own making, as it traces an autograd.Function.
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
     def test_a_compiled_model(self) -> None:
         model = plain(self.device)
         compiled: Any = torch.compile(model)
