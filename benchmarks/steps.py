@@ -1,0 +1,169 @@
+"""Whole training steps of four models: forward, backward and AdamW in one CUDA graph, ours and native PyTorch's.
+
+    python -m benchmarks steps-a steps-b steps-c steps-d
+
+Each configuration runs in a process of its own (see training.py). Rows name the dtypes of weights, moments and masters.
+`device_ms` is a replay that is queued before it starts, `wall_ms` what a loop of steps takes, `peak_reserved_bytes` the
+most that the process ever took from the GPU, capture included. The floor is the model's products at the rate of large
+ones of their precision, and its bytes at the rate of a copy, both measured in the same run; `fusestep.ladder.work` says
+what is counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import peers, timing
+from benchmarks.training import Setup, Work, measured
+from fusestep.ladder import ceilings, work
+from fusestep.models import GPT, GPTConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its batch; how many steps are timed, and how many processes fit on one GPU beside each other."""
+
+    config: GPTConfig
+    batch: int
+    steps: int
+    together: int
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return GPT(self.config, device="meta").parameter_count()
+
+
+MODELS = {
+    "a": Model(GPTConfig(96, 768, 12, 4, 3072, 256), 32, steps=60, together=10),
+    "b": Model(GPTConfig(96, 2048, 16, 12, 8192, 256), 32, steps=24, together=4),
+    "c": Model(GPTConfig(50304, 768, 12, 12, 3072, 1024), 16, steps=24, together=4),
+    "d": Model(GPTConfig(50304, 2048, 16, 24, 8192, 2048), 4, steps=12, together=2),
+}
+NATIVE = "native, amp"
+SETUPS = (
+    Setup(NATIVE, "native"),
+    Setup("native, all bf16", "native", weights="bf16"),
+    Setup("torchao tensorwise, amp", "torchao", "fp8 tensorwise"),
+    Setup("fusestep bf16", "ours"),
+    Setup("fusestep bf16, torch's loss", "ours", loss="torch"),
+    Setup("fusestep bf16, masters", "ours", weights="bf16", masters=True),
+    Setup("fusestep fp8 delayed", "ours", "fp8 delayed"),
+    Setup("fusestep fp8 delayed, torch's loss", "ours", "fp8 delayed", loss="torch"),
+    Setup("fusestep fp8 delayed, masters", "ours", "fp8 delayed", weights="bf16", masters=True),
+    Setup("fusestep fp8 current", "ours", "fp8 current"),
+)
+#: Losses after a few steps may differ by this much from the native ones: FP8 learns a little otherwise.
+LOSS_WITHIN = 0.02
+
+COLUMNS = (
+    "configuration",
+    "weights / moments / masters",
+    "device ms",
+    "wall ms",
+    "host ms",
+    "of floor",
+    "over native",
+    "TFLOP/s",
+    "GB reserved",
+    "loss",
+)
+IDENTITY = ("model", "configuration")
+RATIOS = {"over_native": "more", "memory_over_native": "less"}
+
+
+def ours(row: dict[str, Any]) -> bool:
+    """Whether a row is of our code."""
+    return str(row["configuration"]).startswith("fusestep")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as the terminal shows it."""
+    return [
+        f"{row['model'].upper()}: {row['configuration']}",
+        f"{row['weights']} / {row['moments']} / {row['masters']}",
+        f"{row['device_ms']:.2f}",
+        f"{row['wall_ms']:.2f}",
+        _number(row["host_ms"], 2),
+        _number(row["of_floor"], 3),
+        _number(row["over_native"], 2),
+        f"{row['tflops']:.0f}",
+        _number(row["peak_reserved_bytes"], 2, 1e9),
+        f"{row['loss']:.4f}",
+    ]
+
+
+def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def chosen(model: Model) -> list[Setup]:
+    """What is measured of a model: a loss of few classes is also torch's, and torchao where it is installed."""
+    small = model.config.vocab_size < 1024
+    setups = [setup for setup in SETUPS if small or setup.loss == "fused"]
+    return [setup for setup in setups if setup.whose != "torchao" or peers.has("torchao")]
+
+
+def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
+    """Every configuration of one model."""
+    model = MODELS[name]
+    device = str(timing.DEVICE)
+    best = rates(copy)
+    works = [Work(setup, model.config, model.batch, model.steps, device) for setup in chosen(model)]
+    native: dict[str, Any] | None = None
+    for one, reply in measured(works, model.together):
+        row = {"model": name, "configuration": one.setup.name, "precision": one.setup.precision, **one.setup.dtypes}
+        if "failed" in reply:
+            yield row | reply
+            continue
+        if one.setup.name == NATIVE:
+            native = reply
+        elif native is not None and not abs(reply["loss"] / native["loss"] - 1) <= LOSS_WITHIN:
+            yield row | {"failed": f"its loss is {reply['loss']:.4f}, native's {native['loss']:.4f}; nothing is said."}
+            continue
+        yield row | reply | beside(model, reply, native, floor_ms(model, one.setup.precision, best))
+
+
+def beside(model: Model, reply: dict[str, Any], native: dict[str, Any] | None, floor: float) -> dict[str, Any]:
+    """What a measurement is set against."""
+    peak = reply["peak_reserved_bytes"]
+    flops = work.flops_per_step(model.config, model.batch)
+    return {
+        "tokens": model.batch * model.config.context,
+        "parameters": model.parameters,
+        "tflops": flops / reply["device_ms"] / 1e9,
+        "floor_ms": floor,
+        "of_floor": floor / reply["device_ms"],
+        "over_native": None if native is None else native["device_ms"] / reply["device_ms"],
+        "memory_over_native": None if native is None or not peak else peak / native["peak_reserved_bytes"],
+    }
+
+
+def rates(copy: float) -> ceilings.Ceilings:
+    """What the device's products reach; the copy was timed already."""
+    sizes = ceilings.SIZES if timing.DEVICE.type == "cuda" else (64,)
+    best = ceilings.measure(timing.DEVICE, sizes=sizes, copied=1 << 20)
+    timing.free()
+    return dataclasses.replace(best, copy=copy)
+
+
+def floor_ms(model: Model, precision: str, best: ceilings.Ceilings) -> float:
+    """The least that products and bytes of a step take: the blocks' products in FP8 where it is asked for."""
+    config, tokens = model.config, model.batch * model.config.context
+    flops = work.flops_per_step(config, model.batch)
+    blocks = 6 * config.layers * (4 * config.width**2 + 2 * config.width * config.ffn_width) * tokens
+    bf16 = best.products["bf16"]
+    is_fp8 = precision.startswith("fp8")
+    rate = best.products.get("fp8", bf16) if is_fp8 else bf16
+    moved = work.bytes_per_step(config, model.parameters, model.batch, "fp8" if is_fp8 else "bf16")
+    return (blocks / rate + (flops - blocks) / bf16 + moved / best.copy) * 1e3
+
+
+#: A rehearsal has a model of a few thousand parameters, and no compiler.
+_TINY = Model(GPTConfig(96, 32, 2, 2, 64, 16), 2, steps=12, together=10)
+TINY = {
+    "MODELS": dict.fromkeys(MODELS, _TINY),
+    "SETUPS": tuple(dataclasses.replace(setup, compiled=False) for setup in SETUPS),
+}
