@@ -11,13 +11,16 @@ sequence), (sequence, batch) or (tokens), as the format says.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fusestep.distributed.tensor_parallel import TensorParallel, tensor_parallel
 from fusestep.errors import UserError
 from fusestep.nn.attention import BiasType, DotProductAttention, Format, Masks, check_heads
+from fusestep.nn.attention_masks import default_alibi_slopes
 from fusestep.nn.fp8_module import Initialiser
 from fusestep.nn.fused_norm import Normalization
 from fusestep.nn.layer_norm_linear import LayerNormLinear
@@ -56,8 +59,14 @@ class MultiheadAttention(nn.Module):
         qk_norm_type: normalise each head of q and k: "LayerNorm", "RMSNorm" or None; qk_norm_eps is added to the
             variance; qk_norm_before_rope: before they are rotated instead of after.
         return_layernorm_output: return the norm's output too; needs input_layernorm.
+        tp_group: the ranks that share the heads, with the first product by its rows and the last by its columns; see
+            docs/parallelism. `num_attention_heads` and `num_gqa_groups`, the attributes, are then this rank's.
+        sequence_parallel: input, norm and output are of this rank's slice of the sequence; attention sees the whole.
     Raises: UserError.
     """
+
+    # The ranks that share the heads, if they do.
+    _parallel: TensorParallel | None = None
 
     key_value: nn.Module
     q_norm: nn.Module
@@ -95,6 +104,8 @@ class MultiheadAttention(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         name: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -114,6 +125,11 @@ class MultiheadAttention(nn.Module):
                 raise UserError(f"{who}: {what} is {kind!r}; choose one of {', '.join(NORMS)}.")
         if return_layernorm_output and not input_layernorm:
             raise UserError(f"{who}: return_layernorm_output needs a norm; pass input_layernorm=True too.")
+        rows_q, rows_k = num_attention_heads * kv_channels, groups * kv_channels
+        self._parallel = tensor_parallel(who, tp_group, sequence_parallel, sequence_dim_of(qkv_format))
+        if self._parallel is not None:
+            num_attention_heads = self._parallel.share("num_attention_heads", num_attention_heads)
+            groups = self._parallel.share("num_gqa_groups", groups)
         self.hidden_size, self.num_attention_heads, self.num_gqa_groups = hidden_size, num_attention_heads, groups
         self.kv_channels = kv_channels
         self.input_layernorm, self.attention_type, self.qkv_format = input_layernorm, attention_type, qkv_format
@@ -123,8 +139,7 @@ class MultiheadAttention(nn.Module):
         self.qk_norm_before_rope = qk_norm_before_rope
         self.layer_number = layer_number
 
-        rows_q, rows_k = num_attention_heads * kv_channels, groups * kv_channels
-        where: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        where: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype, "tp_group": self._parallel}
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
@@ -133,7 +148,9 @@ class MultiheadAttention(nn.Module):
 
         def product(rows: dict[str, int], *, is_normed: bool) -> Linear | LayerNormLinear:
             split = None if fuse_qkv_params else rows
-            options = {**where, "init_method": init_method, "parameters_split": split}
+            options = {**where, "init_method": init_method, "parameters_split": split, "parallel_mode": "column"}
+            # Interleaved rows go group by group; else each rank takes its part of q, of k and of v.
+            options["column_blocks"] = list(rows.values()) if fuse_qkv_params and not self.is_interleaved else None
             if is_normed:
                 normed = {**norm, "return_layernorm_output": return_layernorm_output}
                 return LayerNormLinear(hidden_size, sum(rows.values()), **normed, **options)
@@ -149,7 +166,10 @@ class MultiheadAttention(nn.Module):
         if qk_norm_type is not None:
             for which in ("q_norm", "k_norm"):
                 norm_class = NORMS[qk_norm_type]
-                self.add_module(which, norm_class(kv_channels, qk_norm_eps, device=device, dtype=dtype))
+                norm_of_heads = norm_class(
+                    kv_channels, qk_norm_eps, device=device, dtype=dtype, tp_group=self._parallel
+                )
+                self.add_module(which, norm_of_heads)
         self.has_qk_norm = qk_norm_type is not None
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -164,7 +184,13 @@ class MultiheadAttention(nn.Module):
             layer_number=layer_number,
         )
         self.proj = Linear(
-            rows_q, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, name=name, **where
+            rows_q,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            name=name,
+            parallel_mode="row",
+            **where,
         )
 
     def reset_parameters(self) -> None:
@@ -215,7 +241,8 @@ class MultiheadAttention(nn.Module):
             q = mixed.unflatten(-1, (self.num_attention_heads, self.kv_channels))
             k, v = self._keys_and_values(self.key_value(encoder_output, is_first_microbatch))
         q, k = self._placed(q, k, rotary_pos_emb, cu_seqlens_q, cu_seqlens_kv)
-        attended = self.core_attention(
+        attend: Any = self.core_attention if self._parallel is None else self._attend_own_heads
+        attended = attend(
             q,
             k,
             v,
@@ -235,6 +262,25 @@ class MultiheadAttention(nn.Module):
             others = [out[1], *others]
             out = out[0]
         return (out, *others) if others else out
+
+    def _attend_own_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Masks | None, **options: Any
+    ) -> Tensor:
+        """Attention of this rank's heads, which drop weights of their own."""
+        parallel = self._parallel
+        assert parallel is not None
+        mine, heads = parallel.rank or 0, parallel.size * self.num_attention_heads
+        if options["core_attention_bias_type"] == "alibi" and options["alibi_slopes"] is None:
+            options["alibi_slopes"] = default_alibi_slopes(heads, q.device)
+        for name, dim in (("alibi_slopes", -1), ("core_attention_bias", -3)):
+            given = options[name]
+            if given is not None and given.dim() >= -dim and given.shape[dim] == heads:
+                options[name] = given.chunk(parallel.size, dim)[mine]
+        core = self.core_attention
+        draws = core.attention_dropout and self.training
+        with parallel.own_randomness(q.device) if draws else nullcontext():
+            attended: Tensor = core(q, k, v, attention_mask, **options)
+        return attended
 
     def _product(self, x: Tensor, residual: Tensor | None, first: bool | None) -> tuple[Tensor, ...]:
         """The first product, the norm's output if it is to be returned, and x + residual if a residual was given."""
@@ -285,6 +331,11 @@ class MultiheadAttention(nn.Module):
         if self.has_qk_norm and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k
+
+
+def sequence_dim_of(layout: str) -> int:
+    """The dimension of the sequence; packed tokens are one sequence."""
+    return 1 if layout == "bshd" else 0
 
 
 def reset_parts(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import TensorParallel, tensor_parallel
 from fusestep.ops.norm import explain, normalise
 
 
@@ -112,7 +113,11 @@ class LayerNorm(FusedLayerNorm):
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as of nn.LayerNorm.
         zero_centered_gamma: the weight starts at 0 and 1 + weight multiplies, so that weight decay pulls towards 1.
+        tp_group: ranks that each normalise a part of the rows, slices of sequences or some heads: the gradients of the
+            parameters are added over it.
     """
+
+    _parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -124,9 +129,11 @@ class LayerNorm(FusedLayerNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
+        tp_group: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.zero_centered_gamma = zero_centered_gamma
+        self._parallel = tensor_parallel(type(self).__name__, tp_group)
         _centre(self.weight, zero_centered_gamma)
 
     def reset_parameters(self) -> None:
@@ -135,9 +142,12 @@ class LayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:  # noqa: A002 (nn.LayerNorm's name)
         """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, input + residual)."""
-        x, total = _cast(input, self.weight), _cast(residual, self.weight)
-        weight = _scale(self.weight, self.zero_centered_gamma)
-        return normalise(True, "LayerNorm", x, self.normalized_shape, weight, self.bias, self.eps, total, False)
+        weight, bias = self.weight, self.bias
+        if self._parallel is not None:
+            weight, bias = self._parallel.partial(weight, bias)
+        x, total = _cast(input, weight), _cast(residual, weight)
+        weight = _scale(weight, self.zero_centered_gamma)
+        return normalise(True, "LayerNorm", x, self.normalized_shape, weight, bias, self.eps, total, False)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", zero_centered_gamma=True" if self.zero_centered_gamma else "")
@@ -149,7 +159,11 @@ class RMSNorm(FusedRMSNorm):
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as of nn.RMSNorm.
         zero_centered_gamma: the weight starts at 0 and 1 + weight multiplies, so that weight decay pulls towards 1.
+        tp_group: ranks that each normalise a part of the rows, slices of sequences or some heads: the gradients of the
+            parameters are added over it.
     """
+
+    _parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -160,9 +174,11 @@ class RMSNorm(FusedRMSNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered_gamma: bool = False,
+        tp_group: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.zero_centered_gamma = zero_centered_gamma
+        self._parallel = tensor_parallel(type(self).__name__, tp_group)
         _centre(self.weight, zero_centered_gamma)
 
     def reset_parameters(self) -> None:
@@ -171,8 +187,11 @@ class RMSNorm(FusedRMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, x + residual)."""
-        x, total = _cast(x, self.weight), _cast(residual, self.weight)
-        weight = _scale(self.weight, self.zero_centered_gamma)
+        weight = self.weight
+        if self._parallel is not None:
+            (weight,) = self._parallel.partial(weight)
+        x, total = _cast(x, weight), _cast(residual, weight)
+        weight = _scale(weight, self.zero_centered_gamma)
         return normalise(False, "RMSNorm", x, self.normalized_shape, weight, None, self.eps, total, False)
 
     def extra_repr(self) -> str:

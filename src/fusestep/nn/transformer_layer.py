@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusestep.distributed.tensor_parallel import TensorParallel, tensor_parallel
 from fusestep.errors import UserError
 from fusestep.nn.attention import BiasType, Format, Masks
 from fusestep.nn.fp8_module import Initialiser
 from fusestep.nn.fused_norm import Normalization
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
-from fusestep.nn.multihead_attention import NORMS, MultiheadAttention, reset_parts
+from fusestep.nn.multihead_attention import NORMS, MultiheadAttention, reset_parts, sequence_dim_of
 
 
 class TransformerLayer(nn.Module):
@@ -41,9 +42,16 @@ class TransformerLayer(nn.Module):
         layer_type: "encoder", or "decoder", which attends to an encoder's output between attention and MLP.
         drop_path_rate: probability with which a sequence skips a branch while training.
         attn_input_format: "bshd", "sbhd" or "thd".
+        tp_group: the ranks that share attention and MLP; see docs/parallelism. Every rank gives the same input, with
+            dropout from the same state of the default generator, and has the same output.
+        sequence_parallel: input and output are this rank's slice of the sequence, which norms, dropout and residual
+            adds work on.
         others: as of MultiheadAttention and LayerNormMLP.
     Raises: UserError.
     """
+
+    # The ranks that share the layer, if they do.
+    _parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -83,6 +91,8 @@ class TransformerLayer(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         name: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -104,7 +114,10 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.attn_input_format, self.layer_type, self.layer_number = attn_input_format, layer_type, layer_number
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        sequence_dim = sequence_dim_of(attn_input_format)
+        self._parallel = tensor_parallel(who, tp_group, sequence_parallel, sequence_dim)
         shared: dict[str, Any] = {
+            "tp_group": self._parallel,
             "device": device,
             "dtype": dtype,
             "bias": bias,
@@ -161,7 +174,12 @@ class TransformerLayer(nn.Module):
         )
         if output_layernorm:
             self.layernorm = NORMS[normalization](
-                hidden_size, layernorm_epsilon, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma
+                hidden_size,
+                layernorm_epsilon,
+                device=device,
+                dtype=dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                tp_group=self._parallel if sequence_parallel else None,
             )
 
     def reset_parameters(self) -> None:
@@ -261,7 +279,12 @@ class TransformerLayer(nn.Module):
 
     def _dropped(self, branch: Tensor) -> Tensor:
         """Dropout of elements, and of whole sequences."""
-        branch = F.dropout(branch, self.hidden_dropout, self.training)
+        parallel = self._parallel
+        if parallel is None or parallel.sequence_dim is None or not self.training or not self.hidden_dropout:
+            branch = F.dropout(branch, self.hidden_dropout, self.training)
+        else:
+            with parallel.own_randomness(branch.device):
+                branch = F.dropout(branch, self.hidden_dropout)
         if self.drop_path_rate == 0.0 or not self.training:
             return branch
         if branch.dim() == 2:
