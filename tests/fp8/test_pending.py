@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.fp8 import DelayedScaling
-from fusestep.fp8.pending import MOST_PLANS, Pending, reduce_amaxes
+from fusestep.fp8.pending import MOST_PLANS, Pending
 from fusestep.fp8.state import Slots
 
 CPU = torch.device("cpu")
@@ -236,56 +235,3 @@ def test_cpu_and_gpu_keep_the_same_histories() -> None:
         pending.roll()
     assert torch.equal(ours.slots.cpu(), theirs.slots)
     assert torch.equal(ours.history.cpu(), theirs.history)
-
-
-# Over ranks
-
-
-def _rank(rank: int, port: int, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    group = torch.distributed.group.WORLD
-    a, b, alone = states(3)
-    (own,) = states(1, reduce_amax=False)
-    pending = Pending()
-
-    def roll(*amaxes: tuple[Slots, float]) -> None:
-        for state, amax in amaxes:
-            state.amax.fill_(amax)
-            pending.add(state, None if state is alone else group)
-        pending.roll()
-
-    roll((a, 2.0 + rank), (b, 8.0 - rank), (alone, 1.0 + rank), (own, 1.0 + rank))
-    first = [state.scale[0].item() for state in (a, b, alone, own)]
-    # In this step the second rank skips b, and a meets NaN on the first.
-    roll((a, math.nan if rank == 0 else 1.0), *([(b, 16.0)] if rank == 0 else []))
-    second = [a.scale[0].item(), b.scale[0].item(), a.refused[0].item(), b.rolls[0].item()]
-    torch.distributed.destroy_process_group()
-    results.put((rank, first, second))
-
-
-@pytest.mark.slow
-def test_amaxes_are_the_largest_of_the_ranks() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    workers = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    (_, first, second), (_, other_first, other_second) = sorted(results.get() for _ in workers)
-    third = torch.tensor(448.0).div(3).item()
-    assert first == [third, 56.0, 448.0, 448.0]
-    assert other_first == [third, 56.0, 224.0, 224.0]
-    assert second == other_second == [third, 28.0, 1.0, 2.0]
-
-
-def test_a_group_of_one_reduces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    (state,) = states(1)
-    state.amax.fill_(3.0)
-    reduce_amaxes([state], object())
-    assert state.amax.tolist() == [3.0, 3.0]

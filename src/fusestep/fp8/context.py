@@ -20,6 +20,7 @@ import torch
 
 from fusestep.errors import UserError
 from fusestep.fp8.pending import Pending
+from fusestep.fp8.ranks import region_group
 from fusestep.fp8.recipes import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Region(NamedTuple):
         enabled: multiply in FP8.
         recipe: how scales are chosen.
         calibrating: multiply in high precision, but record the amaxes of what would have been cast.
-        group: over whose ranks amaxes are reduced.
+        group: over whose ranks amaxes are reduced; None: each rank is by itself.
         pending: what was recorded in this thread and has not entered a history yet.
     """
 
@@ -86,7 +87,9 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
     Args:
         enabled: False switches FP8 off within, also inside an enabled region.
         recipe: how scales are chosen; DelayedScaling() if None.
-        group: the ranks over which delayed scaling reduces amaxes; None: each rank by itself.
+        group: the ranks over which delayed scaling reduces amaxes, so that all have the same scales; None: all ranks of
+            torch.distributed, where it is initialised. Outermost regions then begin equally often on all of them. A
+            recipe with reduce_amax=False leaves each rank by itself.
         calibrating: with enabled=False, compute in high precision and record amaxes, so that a later FP8 forward
             starts from known scales.
     Raises: UserError for a recipe that is none, and for switches that are neither True nor False.
@@ -118,8 +121,12 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         enabled, recipe, calibrating, group = self._asked
         # A region within backward belongs to a forward that is computed again, and begins no step.
         if enabled or calibrating:
-            if not thread.depth and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            group = region_group(recipe, group)
+            is_training = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+            if is_training and not thread.depth:
                 thread.pending.roll()
+            if is_training and group is not None and isinstance(recipe, DelayedScaling):
+                thread.pending.begin(group, recipe)
             thread.depth += 1
         self._outer.append(thread.region)
         thread.region = Region(enabled, recipe, calibrating, group, thread.pending)

@@ -15,16 +15,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.errors import UserError
+from fusestep.fp8.ranks import RanksTable
+from fusestep.fp8.recipes import DelayedScaling
 from fusestep.fp8.state import Reference, Slots, ordered
 from fusestep.ops.layouts import keep
 from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
+
+if TYPE_CHECKING:
+    from fusestep.distributed.amax import Reduction
 
 #: Plans that are kept; sets of modules that never repeat would else fill the memory.
 MOST_PLANS = 64
@@ -35,8 +40,9 @@ class Pending:
 
     def __init__(self) -> None:
         self._recorded: dict[Reference, Any] = {}
-        self._members: dict[Any, dict[Reference, None]] = {}
-        self._plans: dict[tuple[int, ...], list[_Batch]] = {}
+        self._begun: dict[Any, DelayedScaling] = {}
+        self._tables: dict[Any, RanksTable] = {}
+        self._plans: dict[tuple[Any, ...], list[_Batch]] = {}
 
     def __reduce__(self) -> tuple[type[Pending], tuple[()]]:
         """A copy, or a pickle, has nothing pending: what is belongs to the states of a thread."""
@@ -47,6 +53,10 @@ class Pending:
         self._recorded[state.reference] = group
         state.__dict__["is_pending"] = True
 
+    def begin(self, group: Any, recipe: DelayedScaling) -> None:
+        """Have amaxes reduced over a group when the next region begins, whether or not something is recorded here."""
+        self._begun[group] = recipe
+
     def roll(self) -> None:
         """Move what was recorded into the histories, and renew the scales.
 
@@ -54,42 +64,41 @@ class Pending:
         has rolled by then has an amax of 0, which does not roll again.
         """
         recorded = self._recorded
-        if not recorded:
+        if not recorded and not self._begun:
             return
         if "torch._dynamo" in sys.modules:
             _without_compiling()(self, recorded)
         else:
             self._roll_all(recorded)
-        self._recorded = {}
+        self._recorded, self._begun = {}, {}
 
     def _roll_all(self, recorded: dict[Reference, Any]) -> None:
-        if not any(recorded.values()):
+        if not self._begun and not any(recorded.values()):
             self._roll([state for reference in recorded if (state := reference()) is not None])
             return
-        by_group: dict[Any, list[Slots]] = {}
+        by_group: dict[Any, list[Slots]] = {group: [] for group in self._begun}
         for reference, group in recorded.items():
             state = reference()
             if state is not None:
                 by_group.setdefault(group, []).append(state)
+        self._roll(by_group.pop(None, []))
         for group, states in by_group.items():
-            self._roll(states if group is None else self._reduced(states, group))
+            # What is in the table of no rank yet stays as it was recorded.
+            table = self._tables.setdefault(group, RanksTable(group))
+            recipe = self._begun[group] if group in self._begun else states[0].recipe
+            reduction, members, amaxes = table.reduce(states, recipe)
+            self._roll(members, reduction, amaxes)
 
-    def _reduced(self, states: list[Slots], group: Any) -> list[Slots]:
-        """The states that a group rolls, once their amaxes are those of all ranks."""
-        # A module that did not run on this rank may have run on another: all that ever ran take part.
-        references = self._members.setdefault(group, {})
-        references.update(dict.fromkeys(state.reference for state in states))
-        members = [state for state in (reference() for reference in references) if state is not None]
-        reduce_amaxes([state for state in members if state.recipe.reduce_amax], group)
-        return members
-
-    def _roll(self, states: list[Slots]) -> None:
-        if len(states) > 1:
+    def _roll(
+        self, states: list[Slots], reduction: Reduction | None = None, amaxes: Sequence[Tensor] | None = None
+    ) -> None:
+        """Roll states by their own amaxes, or by those that a reduction left."""
+        if reduction is None and len(states) > 1:
             states.sort(key=attrgetter("number"))
-        numbers = tuple([state.number for state in states])
+        numbers = (reduction, *[state.number for state in states])
         plan: list[_Batch] | None = self._plans.get(numbers)
         if plan is None:
-            plan = keep(self._plans, numbers, _plan(states), MOST_PLANS)
+            plan = keep(self._plans, numbers, _plan(states, amaxes), MOST_PLANS)
         for batch in plan:
             batch.roll(states)
         for state in states:
@@ -105,29 +114,37 @@ def _without_compiling() -> Callable[[Pending, dict[Reference, Any]], None]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """States that one launch rolls, by their places; without a table, in plain PyTorch."""
+    """States that one launch rolls, by their places; without a table, in plain PyTorch.
+
+    Attributes: amaxes: of each, where they are not the states' own; a table has their addresses.
+    """
 
     places: tuple[int, ...]
     margin: int
     most_recent: bool
     table: RollTable | None
     has_callable: bool
+    amaxes: tuple[Tensor, ...] | None
 
     def roll(self, states: Sequence[Slots]) -> None:
         if self.table is not None:
             self.table.roll(margin=self.margin, most_recent=self.most_recent)
-        elif self.has_callable:
-            for place in self.places:
-                roll_by_callable(states[place])
+            return
+        members = [states[place] for place in self.places]
+        if self.amaxes is not None:
+            torch._foreach_copy_([state.amax for state in members], list(self.amaxes))
+        if self.has_callable:
+            for state in members:
+                roll_by_callable(state)
         else:
             roll_scales(
-                [(state.slots, state.history, state.rolls) for state in (states[place] for place in self.places)],
+                [(state.slots, state.history, state.rolls) for state in members],
                 margin=self.margin,
                 most_recent=self.most_recent,
             )
 
 
-def _plan(states: Sequence[Slots]) -> list[_Batch]:
+def _plan(states: Sequence[Slots], amaxes: Sequence[Tensor] | None = None) -> list[_Batch]:
     batches: dict[tuple[torch.device, int, bool, bool], list[int]] = {}
     for place, state in enumerate(states):
         algorithm = state.recipe.amax_compute_algo
@@ -136,10 +153,13 @@ def _plan(states: Sequence[Slots]) -> list[_Batch]:
     plan = []
     for (device, margin, most_recent, has_callable), places in batches.items():
         table = None
+        given = None if amaxes is None else tuple([amaxes[place] for place in places])
         if device.type == "cuda" and not has_callable and dispatch.uses_triton("roll_scales", device):
             members = [states[place] for place in places]
-            table = RollTable([(state.slots, state.history, state.rolls) for state in members])
-        plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable))
+            is_near = given is None or all(amax.device == device for amax in given)
+            if is_near:
+                table = RollTable([(state.slots, state.history, state.rolls) for state in members], given)
+        plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable, given))
     return plan
 
 
@@ -168,16 +188,3 @@ def roll_by_callable(state: Slots) -> None:
     slots[:, SCALE] = torch.where(usable, scale, state.scale)
     for ours, rolled in ((state.slots, slots), (state.history, history), (state.rolls, rolls)):
         ours.copy_(rolled)
-
-
-def reduce_amaxes(states: Sequence[Slots], group: Any) -> None:
-    """Make each amax the largest of its ranks', in one reduction for all states.
-
-    Every rank brings the same modules, in the order of their first use. NaN counts as infinity, so that all ranks
-    refuse alike.
-    """
-    if not states or torch.distributed.get_world_size(group) == 1:
-        return
-    amaxes = torch.cat([state.amax for state in states]).nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
-    torch._foreach_copy_([state.amax for state in states], list(amaxes.split([len(state.names) for state in states])))

@@ -66,6 +66,7 @@ class Slots:
         reference: leads to this state without keeping it alive.
         is_pending: whether amaxes of a forward or backward wait for their roll. One that the optimizer's own cast of a
             weight left is not waiting: the next forward records it, by its cast or by that copy.
+        seat: of the module that it is of (seats.py), by which ranks know it; None where it has been told none yet.
     """
 
     slots: Tensor
@@ -74,12 +75,14 @@ class Slots:
     counts: Tensor
     number: int
     is_pending: bool
+    seat: int | None
 
     def __init__(self, names: Sequence[str], recipe: DelayedScaling, device: torch.device) -> None:
         self.reference = Reference(self)
         self.names = tuple(names)
         self.recipe = recipe
         self.is_pending = False
+        self.seat = None
         self._start(device)
 
     def _start(self, device: torch.device) -> None:
@@ -104,11 +107,12 @@ class Slots:
             object.__setattr__(self, "number", next(_numbers))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("number", "reference")}
+        return {name: value for name, value in vars(self).items() if name not in ("number", "reference", "seat")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle: a state of its own, with a number of its own."""
         self.reference = Reference(self)
+        self.seat = None
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -131,6 +135,11 @@ class Slots:
         wanted = self._largest(self.slots.device)
         self.scale.masked_fill_(self.slots[:, LARGEST] != wanted, 0.0)
         self.slots[:, LARGEST] = wanted
+
+    def shared_state(self, recipe: DelayedScaling) -> Self:
+        """Itself: a state that belongs to no module takes part among ranks as one does (seats.py)."""
+        self.follow(recipe)
+        return self
 
     def to(self, device: torch.device) -> Self:
         """Move the state to a device, in place. Coming back from "meta" it starts anew."""

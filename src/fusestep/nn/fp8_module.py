@@ -23,6 +23,7 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
+from fusestep.fp8.seats import take_seat
 from fusestep.fp8.state import KEYS, Slots
 from fusestep.nn.quantized_weights import QuantizedWeights
 from fusestep.ops.roll_scales import AMAX
@@ -68,6 +69,7 @@ class FP8Module(QuantizedWeights):
         self.name = name
         self.fp8_state = None
         self.__dict__.update(_TRANSIENT)
+        self._take_seat()
 
     # Of subclasses
 
@@ -141,9 +143,19 @@ class FP8Module(QuantizedWeights):
 
     def _recorded_state(self, region: Region, recipe: DelayedScaling) -> Slots:
         """The state, in which something is about to be recorded: the next region rolls it."""
+        state = self.shared_state(recipe)
+        region.pending.add(state, region.group)
+        return state
+
+    def shared_state(self, recipe: DelayedScaling) -> Slots:
+        """The scaling state under a recipe, made where there is none yet.
+
+        Ranks ask for it too, of a module that ran on another of them (fp8/ranks.py).
+        """
         state = self.fp8_state
         if state is None:
             state = Slots(self.SLOTS, recipe, self._first_weight().device)
+            state.seat = self.__dict__.get("_seat")
             self.fp8_state = state
             self._forget_casts()
         elif state.recipe is not recipe:
@@ -151,12 +163,16 @@ class FP8Module(QuantizedWeights):
         if self._has_unrolled:
             # What this region would have done as it began, had there been no break.
             self.__dict__["_has_unrolled"] = False
+            state.seat = self.__dict__.get("_seat")
             if state.is_pending:
                 unrolled = Pending()
                 unrolled.add(state)
                 unrolled.roll()
-        region.pending.add(state, region.group)
         return state
+
+    def _take_seat(self) -> None:
+        """Have a number by which ranks know the module; a copy has one of its own."""
+        self.__dict__["_seat"] = take_seat(self, type(self).__name__)
 
     def _forget_casts(self) -> None:
         """Let go of what was worked out from state, parameters or their places that are no more."""
@@ -260,6 +276,10 @@ class FP8Module(QuantizedWeights):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | _TRANSIENT | {"_has_unrolled": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._take_seat()
 
     def _reset_fp8(self) -> None:
         """Forget all scales, as a module does whose weights are new."""

@@ -65,18 +65,18 @@ def roll_scales_reference(slots: Tensor, history: Tensor, rolls: Tensor, *, marg
 
 @triton.jit
 def _roll_scales_kernel(
-    table,  # (slots, 4) int64: addresses of the slot, of its history and of its rolls; the history's length
+    table,  # (slots, 5) int64: addresses of the slot, history and rolls; the history's length; the amax's address
     divisor,  # fp32, 2^margin
     BLOCK: tl.constexpr,  # entries of the history that are read at once
     MOST_RECENT: tl.constexpr,
 ):
-    row = table + tl.program_id(0).to(tl.int64) * 4
+    row = table + tl.program_id(0).to(tl.int64) * 5
     slot = tl.load(row).to(tl.pointer_type(tl.float32))
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     rolls_address = tl.load(row + 2).to(tl.pointer_type(tl.int64))
     length = tl.load(row + 3)
 
-    amax = tl.load(slot + 1)
+    amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
     is_finite = amax < float("inf")  # false of NaN
     is_new = is_finite & (amax > 0.0)
     rolls = tl.load(rolls_address)
@@ -104,13 +104,16 @@ ONE_WARP = 128
 class RollTable:
     """The addresses of many modules' scaling state on one device, in its memory, so that one launch rolls them all.
 
-    A row for each slot, int64: the addresses of the slot, of its history and of its rolls, and the history's length.
-    The table holds no tensor alive; it is valid while the tensors that it was made from are.
+    A row for each slot, int64: the addresses of the slot, of its history and of its rolls, the history's length, and
+    where the amax is read. The table holds no tensor alive; it is valid while the tensors that it was made from are.
+
+    Args:
+        amaxes: (n,) fp32 of each, contiguous, that are rolled in place of the slots' own; for ranks that reduced them.
 
     Raises: UserError while a CUDA graph is captured, which an upload would spoil.
     """
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Sequence[State], amaxes: Sequence[Tensor] | None = None) -> None:
         device = states[0][0].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
@@ -119,16 +122,17 @@ class RollTable:
             )
         rows = []
         longest = 1
-        for slots, history, rolls in states:
+        for place, (slots, history, rolls) in enumerate(states):
             length = history.shape[1]
             longest = max(longest, length)
             for index in range(slots.shape[0]):
-                addresses = (t.data_ptr() + index * t.stride(0) * t.element_size() for t in (slots, history, rolls))
-                rows.append((*addresses, length))
+                slot, *others = (t.data_ptr() + index * t.stride(0) * t.element_size() for t in (slots, history, rolls))
+                amax = slot + 4 * AMAX if amaxes is None else amaxes[place].data_ptr() + 4 * index
+                rows.append((slot, *others, length, amax))
         self.device = device
         self._slots = len(rows)
         self._block = min(1 << (longest - 1).bit_length(), LARGEST_BLOCK)
-        self._table = upload(rows or [(0, 0, 0, 0)], torch.int64, device)
+        self._table = upload(rows or [(0, 0, 0, 0, 0)], torch.int64, device)
         self._launches: dict[tuple[int, bool], PreparedLaunch] = {}
 
     def roll(self, *, margin: int, most_recent: bool) -> None:

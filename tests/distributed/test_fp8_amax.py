@@ -1,0 +1,329 @@
+"""Delayed scaling over ranks: one collective a roll, the same scales everywhere, modules that ran on some only."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fusestep.distributed.amax import LAG, Roster, agreed_table
+from fusestep.errors import UserError
+from fusestep.fp8 import DelayedScaling, Float8CurrentScaling, fp8_autocast
+from fusestep.fp8.statistics import states_of
+from fusestep.nn import LayerNormMLP, Linear
+from harness import run_ranks
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+# Which modules make the table
+
+
+def roster(ran: list[int], built: str, widths: int = 3) -> Roster:
+    return Roster([], ran, [widths] * len(ran), list(built))
+
+
+@pytest.mark.parametrize(
+    ("rosters", "seats"),
+    [
+        ([roster([0, 1], "LL"), roster([0, 1], "LL")], [[0, 1], [0, 1]]),
+        ([roster([0, 1], "LLLM"), roster([0, 2], "LLLM")], [[0, 1, 2], [0, 1, 2]]),
+        ([roster([1], "LLM"), roster([], "LLM")], [[1], [1]]),
+        ([roster([], "LLM"), roster([], "LLM")], [[], []]),
+        # the first rank built two others before; all ran
+        ([roster([2, 3], "LLLM"), roster([0, 1], "LM")], [[2, 3], [0, 1]]),
+        ([roster([2, 3], "LLLLLL"), roster([0, 1], "LLLL")], [[2, 3], [0, 1]]),
+        # the second built more afterwards, and another branch ran
+        ([roster([0, 1], "LLL"), roster([0, 2], "LLLL")], [[0, 1, 2], [0, 1, 2]]),
+    ],
+)
+def test_ranks_agree_on_the_modules_of_the_table(rosters: list[Roster], seats: list[list[int]]) -> None:
+    assert agreed_table(rosters) == ([], seats, [3] * len(seats[0]))
+
+
+def test_places_stay_while_their_module_is_on_some_rank() -> None:
+    rosters = [Roster([4, -1, -1, 8], [9], [2], ["L"] * 10), Roster([-1, 5, -1, 8], [], [], ["L"] * 10)]
+    assert agreed_table(rosters) == ([0, 1, 3], [[9], [9]], [2])
+
+
+@pytest.mark.parametrize(
+    ("rosters", "words"),
+    [
+        ([roster([0, 1], "LL"), roster([0], "LM")], "number 1 L on rank 0 and M on rank 1"),
+        ([roster([0], "LL"), roster([0, 2], "LLL")], "number 2 L on rank 1 and nothing on rank 0"),
+        ([roster([0], "L", 3), roster([0], "L", 6)], "casts 3 and 6 tensors"),
+        ([roster([1], "LL", 3), roster([0], "L", 6)], "casts 3 and 6 tensors"),
+        ([Roster([0], [1, 2], [3, 3], list("LLM")), Roster([1], [2], [3], list("LLMM"))], "number 1 L on rank 0"),
+    ],
+)
+def test_ranks_with_different_modules_are_told_so(rosters: list[Roster], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        agreed_table(rosters)
+
+
+# On ranks
+
+
+class Branches(nn.Module):
+    """a, then b or c or both or none, as it is told; hidden sizes are odd and unlike each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Linear(9, 7), Linear(7, 7), LayerNormMLP(7, 11)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        x = self.a(x)
+        for name in which:
+            x = x + getattr(self, name)(x)
+        return x
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """The sizes of the all-reduces of within."""
+    sizes: list[int] = []
+    real = torch.distributed.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **options)
+
+    torch.distributed.all_reduce = counting
+    try:
+        yield sizes
+    finally:
+        torch.distributed.all_reduce = real
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[list[Any], ...]]:
+    """All of the state that ranks share, by module; that is all but the amaxes that wait for a roll."""
+    return {
+        path: (state.slots[:, [0, 2, 3]].tolist(), state.history.tolist(), state.rolls.tolist())
+        for path, state in states_of(model)
+        if state.rolls.any()
+    }
+
+
+def inputs(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 9, generator=generator) * (1 + 2 * rank + step % 3)
+
+
+def train(
+    rank: int, model: nn.Module, steps: int, which: Callable[[int], str] = lambda step: "bc", first: int = 0
+) -> list[dict[str, Any]]:
+    """Steps without an optimizer; the state after the roll of each."""
+    seen = []
+    for step in range(first, first + steps):
+        with fp8_autocast(recipe=RECIPE):
+            y = model(inputs(rank, step), which(step))
+        y.square().sum().backward()
+        with fp8_autocast(recipe=RECIPE):
+            seen.append(snapshot(model))
+    return seen
+
+
+def check_amaxes(rank: int) -> dict[str, Any]:
+    """Each amax of the input is the largest of the ranks', and so in every history."""
+    model = Branches()
+    with counted_collectives() as sizes:
+        seen = train(rank, model, 6)
+    wanted = [max(inputs(one, step).abs().max().item() for one in range(world())) for step in range(6)]
+    newest = [state["a"][1][0][step % 4] for step, state in enumerate(seen)]
+    # Three slots of each Linear, six of the MLP, and a flag; nothing at the first region, two for each step.
+    return {"seen": seen, "right": newest == pytest.approx(wanted, rel=0), "sizes": sizes}
+
+
+def world() -> int:
+    return torch.distributed.get_world_size()
+
+
+def check_branches(rank: int) -> dict[str, Any]:
+    """Modules that run on one rank only, from the first step or later."""
+    model = Branches()
+
+    def which(step: int) -> str:
+        if step < 3:
+            return "b" if rank == 0 else ""
+        return "c" if rank == world() - 1 and step == 3 else ""
+
+    seen = train(rank, model, 8, which)
+    return {"seen": seen, "b": model.b.fp8_state.rolls.tolist(), "c": model.c.fp8_state.rolls.tolist()}
+
+
+def check_poison(rank: int) -> dict[str, Any]:
+    """What is not finite on one rank is refused by all."""
+    model = Branches()
+    seen = []
+    for step in range(5):
+        x = inputs(rank, step)
+        if rank == 0 and step in (0, 2):
+            x[1, 2] = math.nan if step else math.inf
+        with fp8_autocast(recipe=RECIPE):
+            y = model(x, "b")
+        y.square().sum().backward()
+        with fp8_autocast(recipe=RECIPE):
+            seen.append(snapshot(model))
+    return {"seen": seen, "refused": model.a.fp8_state.refused.tolist(), "rolls": model.a.fp8_state.rolls.tolist()}
+
+
+def check_accumulation(rank: int) -> dict[str, Any]:
+    """Micro-batches, recomputation and evaluations on one rank, of other modules too."""
+    model = Branches()
+    seen = []
+    for step in range(4):
+        if rank == 0:
+            with torch.no_grad(), fp8_autocast(recipe=RECIPE):
+                model(inputs(7, step) * 100, "bc")
+                Branches().eval()(inputs(7, step), "b")
+        with counted_collectives() as sizes, fp8_autocast(recipe=RECIPE):
+            for micro in range(3):
+                x = inputs(rank, 3 * step + micro).requires_grad_()
+                y = checkpoint(model, x, "bc", use_reentrant=False)
+                with fp8_autocast(recipe=RECIPE):
+                    y = y + model.b(y)
+                y.square().sum().backward()
+        seen.append({**snapshot(model), "sizes": sizes})
+    return {"seen": seen, "rolls": model.a.fp8_state.rolls.tolist()}
+
+
+def check_copies_and_files(rank: int) -> dict[str, Any]:
+    """A copy on one rank only, a state saved by one rank and loaded by all, and a reset."""
+    model = Branches()
+    average = copy.deepcopy(model) if rank == 0 else None
+    seen = train(rank, model, 3)
+    saved = [copy.deepcopy(model.state_dict()) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(saved)
+    assert saved[0] is not None
+    straight = train(rank, model, 3, first=3)
+    again = Branches()
+    again.load_state_dict(saved[0])
+    with ThreadPoolExecutor(1) as another:  # where no table is known, as in another process
+        seen += another.submit(train, rank, again, 3, first=3).result()
+        again.a.reset_parameters()
+        seen += another.submit(train, rank, again, 5).result()
+    return {"seen": seen, "same": seen[3:6] == straight, "average": average is None or average.a.fp8_state is None}
+
+
+def check_alone(rank: int) -> dict[str, Any]:
+    """Recipes that reduce nothing call nobody; a group of one neither."""
+    alone = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    groups = [torch.distributed.new_group([one]) for one in range(world())]
+    model = Branches()
+    with counted_collectives() as sizes:
+        for recipe, group in ((alone, None), (RECIPE, groups[rank]), (Float8CurrentScaling(), None)):
+            for step in range(3):
+                with fp8_autocast(recipe=recipe, group=group):
+                    model(inputs(rank, step), "b").square().sum().backward()
+    return {"sizes": sizes, "scale": model.a.fp8_state.scale.tolist()}
+
+
+def check_groups(rank: int) -> dict[str, Any]:
+    """Halves of the ranks reduce among themselves."""
+    halves = [torch.distributed.new_group([one, one + 1]) for one in range(0, world(), 2)]
+    model = Branches()
+    for step in range(3):
+        with fp8_autocast(recipe=RECIPE, group=halves[rank // 2]):
+            model(inputs(rank, step), "b").square().sum().backward()
+    return {"seen": [snapshot(model)]}
+
+
+def check_strangers(rank: int) -> dict[str, Any]:
+    """Ranks that built different modules all raise, again and again, and go on with a recipe that reduces nothing."""
+    model: Any = nn.Sequential(Linear(9, 9), Linear(9, 9) if rank else LayerNormMLP(9, 9))
+    words = []
+    with fp8_autocast(recipe=RECIPE):
+        model(inputs(rank, 0)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(UserError) as caught, fp8_autocast(recipe=RECIPE):
+            pass
+        words.append(str(caught.value))
+    return {"words": words}
+
+
+def check_all(rank: int, names: list[str]) -> dict[str, Any]:
+    """Each in a thread of its own, where no table is known yet."""
+    results = {}
+    for name in names:
+        torch.manual_seed(3)
+        with ThreadPoolExecutor(1) as alone:
+            results[name] = alone.submit(globals()[f"check_{name}"], rank).result()
+    return results
+
+
+TOGETHER = ["amaxes", "branches", "poison", "accumulation", "copies_and_files", "alone", "strangers"]
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(check_all, 2, TOGETHER)
+
+
+def assert_alike(results: list[dict[str, Any]], name: str) -> None:
+    first = results[0][name]["seen"]
+    assert first
+    assert all(first[-1].values())
+    for other in results[1:]:
+        assert other[name]["seen"] == first
+
+
+def test_amaxes_are_the_largest_of_the_ranks_in_one_collective(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "amaxes")
+    for one in two:
+        assert one["amaxes"]["right"]
+        assert one["amaxes"]["sizes"] == [3 + 3 + 6 + 1] * 11
+
+
+def test_a_module_that_ran_on_one_rank_only_has_the_same_scales_on_all(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "branches")
+    for one in two:
+        assert one["branches"]["b"] == [3, 3, 3]
+        assert one["branches"]["c"] == [1] * 6
+    # c ran first when the table was made, and came in once its flag was read
+    came = [step for step, state in enumerate(two[0]["branches"]["seen"]) if any(state.get("c", ([], [], [0]))[2])]
+    assert came[0] == 3 + LAG // 2
+
+
+def test_what_is_not_finite_on_one_rank_is_refused_by_all(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "poison")
+    assert two[0]["poison"]["refused"] == two[1]["poison"]["refused"] == [2.0, 0.0, 2.0]
+    assert two[0]["poison"]["rolls"] == [3, 5, 3]
+
+
+def test_micro_batches_recomputation_and_evaluations_call_nobody(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "accumulation")
+    assert [state["sizes"] for state in two[0]["accumulation"]["seen"]] == [[], [13], [13], [13]]
+    assert two[0]["accumulation"]["rolls"] == [3, 3, 3]
+
+
+def test_states_go_through_files_and_copies(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "copies_and_files")
+    assert all(one["copies_and_files"]["same"] and one["copies_and_files"]["average"] for one in two)
+
+
+def test_who_reduces_nothing_calls_nobody(two: list[dict[str, Any]]) -> None:
+    assert all(one["alone"]["sizes"] == [] for one in two)
+    assert two[0]["alone"]["scale"] != two[1]["alone"]["scale"]
+
+
+def test_ranks_that_built_different_modules_all_raise(two: list[dict[str, Any]]) -> None:
+    first, second = (one["strangers"]["words"] for one in two)
+    assert first == second
+    assert first[0] == first[1]
+    assert "built different modules" in first[0]
+
+
+def test_four_ranks_in_halves_and_together() -> None:
+    results = run_ranks(check_all, 4, ["amaxes", "branches", "groups"])
+    for name in ("amaxes", "branches"):
+        assert_alike(results, name)
+    for half in (results[:2], results[2:]):
+        assert_alike(half, "groups")
+    assert results[0]["groups"] != results[2]["groups"]
