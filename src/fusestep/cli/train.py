@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from fusestep.cli.errors import exit_status
+from fusestep.distributed.failures import BROKEN, MENDABLE, PeerError
+from fusestep.distributed.launch import launched_local_rank, launched_rank, launched_size, restarts
+from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY
 from fusestep.models import PRESETS
-from fusestep.train import TrainConfig, train
-from fusestep.train.config import MODEL_FIELDS, settings_of
+from fusestep.train import TrainConfig, TrainResult, train
+from fusestep.train.config import MODEL_FIELDS, has_begun, settings_of
 from fusestep.train.progress import for_terminal
 
 _DEFAULT = TrainConfig()
@@ -51,7 +60,9 @@ def command(
     steps: Annotated[
         int | None, _option("Step at which the run ends, counted from its very start.", _DEFAULT.steps)
     ] = None,
-    batch: Annotated[int | None, _option("Sequences in one forward and backward pass.", _DEFAULT.batch)] = None,
+    batch: Annotated[
+        int | None, _option("Sequences in one forward and backward pass, over all ranks.", _DEFAULT.batch)
+    ] = None,
     accumulate: Annotated[int | None, _option("Passes whose gradients make one step.", _DEFAULT.accumulate)] = None,
     lr: Annotated[float | None, _option("Peak learning rate.", _DEFAULT.lr)] = None,
     warmup: Annotated[
@@ -119,6 +130,17 @@ def command(
         ),
     ] = None,
     device: Annotated[str | None, _option("auto, cpu or cuda.", _DEFAULT.device)] = None,
+    parallel: Annotated[
+        str | None,
+        _option(
+            "How the ranks that torchrun started share the work: ddp, fsdp, tp=N, or a list as fsdp,tp=2 or tp=2,sp.",
+            _DEFAULT.parallel,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        _option("Seconds that no rank may be slow or silent; then all end and one is named.", _DEFAULT.timeout),
+    ] = None,
     out: Annotated[
         str | None, _option("Folder of the run: config.json, metrics.jsonl, checkpoints/.", _DEFAULT.out)
     ] = None,
@@ -134,7 +156,52 @@ def command(
     other settings may change.
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in ("config", "resume")}
-    settings = settings_of(given, file=config, resume=resume)
-    result = train(TrainConfig(**settings), for_terminal())
+
+    def configured() -> TrainConfig:
+        # torchrun started the processes anew after one of them failed: they go on from what the last ones saved.
+        resumes = resume or (restarts() > 0 and has_begun(given, file=config))
+        return TrainConfig(**settings_of(given, file=config, resume=resumes))
+
+    result = train(configured(), for_terminal()) if launched_size() == 1 else as_one_of_several(configured)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)
+
+
+def as_one_of_several(configured: Callable[[], TrainConfig]) -> TrainResult:
+    """Train as one of the ranks that a launcher started. Rank 0 shows what happens.
+
+    Where it fails the process ends at once, as threads of a broken group may never end; the rank that failed says why,
+    and so does one on each machine.
+    """
+    rank = launched_rank()
+    if rank > 0:
+        logging.getLogger("fusestep").setLevel(logging.ERROR)
+    results: list[TrainResult] = []
+    statuses: list[int] = []
+
+    def program() -> None:
+        try:
+            config = configured()
+        except UserError:
+            # All ranks meet the same one.
+            if launched_local_rank() > 0:
+                statuses.append(MENDABLE)
+                return
+            raise
+        try:
+            results.append(train(config, for_terminal() if rank == 0 else None))
+        except PeerError as error:
+            statuses.append(error.status)
+            if error.is_spoken:
+                typer.echo(f"fusestep train: rank {rank} ends, since {error}", err=True)
+
+    try:
+        statuses.append(exit_status(f"fusestep train: rank {rank}", program))
+    except Exception:
+        traceback.print_exc()
+        statuses.append(BROKEN)
+    if not results:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(statuses[0])
+    return results[0]

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from fusestep import hardware
+from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, LONGEST_HISTORY, FormatName, Recipe, RecipeName, recipe_named
 from fusestep.models import PRESETS, GPTConfig
@@ -37,6 +38,9 @@ MAXIMUM_WINDOW = MAXIMUM_DIMENSION = 2**24
 FP8_FIELDS = ("recipe", "fp8_format", "amax_history", "fp8_stats")
 DELAYED_FIELDS = ("amax_history", "fp8_stats")
 
+#: In seconds, of `--timeout`: a rank that reads, computes or saves for as long is not slow yet.
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 2.0, 1e6
+
 #: The least compute capability that computes in a 16-bit format at speed. FP8 is emulated where a chip lacks it.
 _CAPABILITY = {"bf16": BF16_CAPABILITY, "fp16": (7, 0)}
 
@@ -53,7 +57,8 @@ def dtype_of(name: Precision) -> torch.dtype:
 class TrainConfig:
     """A training run. Plain numbers, strings and booleans, so that it goes through JSON unchanged.
 
-    A step is one update of the weights, from a window of `accumulate` micro-batches of `batch` sequences each.
+    A step is one update of the weights, from a window of `accumulate` micro-batches of `batch` sequences each. Both
+    count the sequences of all ranks, so that a run is the same on any number of them.
 
     Args:
         preset: tiny, mini, scaleup or gpt2; auto is mini on a GPU and tiny on a CPU.
@@ -69,6 +74,8 @@ class TrainConfig:
             is delayed, auto, 16.
         fp8_stats: under delayed scaling, count what is saturated and flushed to zero, and keep it in fp8.jsonl.
         weights: the dtype that weights are stored in; a 16-bit one keeps fp32 masters in the optimizer.
+        parallel: how the ranks that torchrun started share the work; see `fusestep.distributed.mesh`.
+        timeout: seconds that no rank may stay behind or silent; then all end, and the sentence names it.
         eval_every, save_every: in steps; 0 evaluates never, saves at the end alone.
         out: the run's folder.
         resume: go on in `out` from its newest good checkpoint.
@@ -100,6 +107,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     deterministic: bool = False
     device: DeviceName = "auto"
+    parallel: str = "none"
+    timeout: float = 600.0
     out: str = "run"
     resume: bool = False
     seed: int = 0
@@ -135,6 +144,11 @@ class TrainConfig:
                 f"weights are fp32, or of the precision that is computed in (bf16 for fp8)."
             )
         self._check_fp8()
+        Parallel.of(self.parallel)
+        if not SHORTEST_TIMEOUT <= self.timeout <= LONGEST_TIMEOUT:
+            raise UserError(
+                f"--timeout is {self.timeout:g}; pass {SHORTEST_TIMEOUT:g} to {LONGEST_TIMEOUT:,.0f} seconds."
+            )
         if not self.out or "\0" in self.out:
             raise UserError(f"--out is {self.out!r}; name a folder for the run.")
         self._check_device()
@@ -325,3 +339,12 @@ def settings_of(given: Mapping[str, Any], *, file: str | None, resume: bool) -> 
     elif chosen.get("recipe", saved.get("recipe")) not in (None, "delayed"):
         saved = {name: value for name, value in saved.items() if name not in DELAYED_FIELDS}
     return {**saved, **chosen, "resume": True}
+
+
+def has_begun(given: Mapping[str, Any], *, file: str | None) -> bool:
+    """Whether the run that these settings name is there, so that it can be resumed.
+
+    Raises: UserError for a bad file.
+    """
+    chosen = {**(read_config_file(file) if file else {}), **given}
+    return (Path(chosen.get("out", TrainConfig.out)) / run_folder.CONFIG).exists()

@@ -17,6 +17,8 @@ import torch
 
 from fusestep import dispatch
 from fusestep.data import Source, open_source
+from fusestep.distributed.launch import join, launched_size
+from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation, support
 from fusestep.fp8.casting import is_counting
@@ -26,9 +28,13 @@ from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, option
 from fusestep.train.interruption import Interruption
 from fusestep.train.progress import Progress
-from fusestep.train.readings import Reading, Readings
-from fusestep.train.run_folder import RunFolder
+from fusestep.train.ranks import Ranks, RanksOfWorld
+from fusestep.train.readings import MAXIMUM_LAG, Reading, Readings
+from fusestep.train.run_folder import ElsewhereFolder, RunFolder
 from fusestep.train.trainer import EVALUATION_BATCHES, Trainer
+
+#: Seconds for which one rank's second signal may be the launcher passing the first one on.
+PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,35 +73,58 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
     Raises: UserError, without touching an earlier checkpoint, for bad data, a folder that is in use, a loss that is not
         finite, memory or disk that is full, a damaged checkpoint.
     """
-    with (
-        _repeatable(config.deterministic),
-        _counting(config.fp8_stats),
-        contextlib.closing(_Run(config, progress or Progress())) as run,
-    ):
-        try:
-            with Interruption(run.interrupted) as interruption:
-                return run.go(interruption)
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
-                raise
-            raise UserError(run.memory_sentence()) from error
+    parallel = Parallel.of(config.parallel)
+    if parallel.is_alone and launched_size() > 1:
+        raise UserError(
+            f"{launched_size()} processes were started and --parallel says nothing of how they share the work; pass "
+            "--parallel ddp or --parallel fsdp."
+        )
+    progress = progress or Progress()
+    with _repeatable(config.deterministic), _counting(config.fp8_stats):
+        if parallel.is_alone:
+            return _Run(config, progress, config.torch_device(), Ranks()).end_to_end()
+        runs: list[_Run] = []
+        with join(config.torch_device().type, config.timeout, lambda: runs[0].and_then() if runs else ".") as world:
+            ranks = RanksOfWorld(world, parallel)
+            ranks.check_batch(config.batch)
+            run = _Run(config, progress if world.is_first else Progress(), world.device, ranks)
+            runs.append(run)
+            # Where the folder cannot be, nothing else begins.
+            world.meet()
+            return run.end_to_end()
 
 
 class _Run:
     """One process's share of a run."""
 
-    def __init__(self, asked: TrainConfig, progress: Progress) -> None:
+    def __init__(self, asked: TrainConfig, progress: Progress, device: torch.device, ranks: Ranks) -> None:
         config = self.config = asked.resolved()
         self.preset_is_automatic = asked.preset == "auto"
         self.progress = progress
-        self.device = config.torch_device()
-        self.folder = RunFolder(config.out, resume=config.resume)
+        self.device = device
+        self.ranks = ranks
+        self.folder = RunFolder(config.out, resume=config.resume) if ranks.is_first else ElsewhereFolder(config.out)
         self.trainer: Trainer | None = None
         self.has_begun = False
         self.last: dict[str, Any] = {}
         self.eval_loss: float | None = None
         self.saved: Path | None = None
         self.saved_step = self.counted_step = 0
+        self.last_step = config.steps
+        self.stopped_by: signal.Signals | None = None
+
+    def end_to_end(self) -> TrainResult:
+        """The run, and what ends it in words."""
+        # A launcher may pass a signal on to processes that have it already.
+        patience = 0.0 if self.ranks.size == 1 else PATIENCE
+        with contextlib.closing(self):
+            try:
+                with Interruption(self.interrupted, patience=patience) as interruption:
+                    return self.go(interruption)
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out(error):
+                    raise
+                raise UserError(self.memory_sentence()) from error
 
     def go(self, interruption: Interruption) -> TrainResult:
         config, progress = self.config, self.progress
@@ -105,7 +134,7 @@ class _Run:
         source.batch(0, 1, model_config.context)
         if config.eval_every:
             source.batch(0, 1, model_config.context, held_out=True)
-        trainer = self.trainer = Trainer(config, model_config, source, self.device)
+        trainer = self.trainer = Trainer(config, model_config, source, self.device, self.ranks)
         if config.resume:
             self._restore(trainer, source)
         self._introduce(trainer)
@@ -113,8 +142,11 @@ class _Run:
         contents = self._contents(trainer, source)
         readings = Readings(self.device)
         progress.start(trainer.step, config.steps)
-        while trainer.step < config.steps and interruption.signal is None:
+        is_alone = self.ranks.size == 1
+        while trainer.step < self.last_step and not (is_alone and interruption.signal is not None):
+            self.ranks.check()
             readings.start()
+            self.ranks.signal = interruption.signal
             values = trainer.train_step()
             readings.finish(trainer.step, values)
             if not self.has_begun:
@@ -132,7 +164,8 @@ class _Run:
             self._save(trainer, contents)
         progress.stop()
 
-        stopped_by = interruption.signal if trainer.step < config.steps else None
+        signalled = interruption.signal if is_alone else self.stopped_by
+        stopped_by = signalled if trainer.step < config.steps else None
         self._conclude(trainer, source, stopped_by)
         skipped = int(trainer.optimizer.skipped_steps)
         return TrainResult(trainer.step, self.last.get("loss"), self.eval_loss, skipped, self.saved, stopped_by)
@@ -152,10 +185,10 @@ class _Run:
             accumulates_in_fp32=trainer is not None and trainer.accumulates_in_fp32,
             peak=peak,
         )
-        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self._and_then()
+        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self.and_then()
 
     def _restore(self, trainer: Trainer, source: Source) -> None:
-        found = checkpoint.newest(Path(self.config.out))
+        found = self._newest()
         if found is None:
             self.progress.say(f"{self.config.out} has no checkpoint yet: starting at step 0")
             return
@@ -168,6 +201,29 @@ class _Run:
         trainer.restore(found)
         self.saved, self.saved_step = found.path, found.step
         self.progress.say(f"resuming {found.path}")
+
+    def _newest(self) -> Checkpoint | None:
+        """The checkpoint to go on from: the same one on every rank."""
+
+        def path_of_newest() -> str | None:
+            found.append(checkpoint.newest(Path(self.config.out)))
+            return None if found[0] is None else str(found[0].path)
+
+        found: list[Checkpoint | None] = []
+        path = self.ranks.from_first(path_of_newest)
+        if found:
+            return found[0]
+        return None if path is None else checkpoint.read(Path(path))
+
+    def _note_stops(self, step: int, stops: list[float]) -> None:
+        """Where a signal reached a rank, have all of them stop after the same step.
+
+        Each reads a step's numbers when they come, but none is more than MAXIMUM_LAG steps further by then.
+        """
+        if any(stops) and self.stopped_by is None:
+            self.stopped_by = signal.SIGINT if stops[0] else signal.SIGTERM
+            self.last_step = min(self.last_step, step + (MAXIMUM_LAG if self.device.type == "cuda" else 0))
+            self.progress.say(f"{self.stopped_by.name} reached a rank: all stop after step {self.last_step} and save")
 
     def _introduce(self, trainer: Trainer) -> None:
         config, device = self.config, self.device
@@ -187,6 +243,12 @@ class _Run:
             f"({config.batch} × {config.accumulate} sequences of {trainer.model.config.context}) | "
             f"precision {config.precision}{weights}"
         )
+        if config.parallel != "none":
+            size = self.ranks.size
+            self.progress.say(
+                f"parallel: {config.parallel} | {size} rank{'s' * (size > 1)}"
+                + (f", {config.batch // self.ranks.count} sequences each at a time" if size > 1 else "")
+            )
         if trainer.fp8_recipe is not None:
             is_native, why = support(device, trainer.fp8_recipe)
             how = "this device's own products" if is_native else "emulated, the same numbers without the speed"
@@ -205,7 +267,8 @@ class _Run:
         Raises: UserError if a loss is not finite.
         """
         for reading in readings:
-            loss, grad_norm, lr, skipped = reading.values
+            loss, grad_norm, lr, skipped, *stops = reading.values
+            self._note_stops(reading.step, stops)
             row = {
                 "step": reading.step,
                 "loss": loss,
@@ -221,7 +284,7 @@ class _Run:
                 others = ", or pass --precision bf16" if self.config.precision in ("fp16", "fp8") else ""
                 raise UserError(
                     f"the loss became {loss} at step {reading.step}, with learning rate {lr:.3g}; lower --lr, raise "
-                    f"--warmup, or set --clip 1{others}{self._and_then()}"
+                    f"--warmup, or set --clip 1{others}{self.and_then()}"
                 )
             self.progress.update(row, memory.in_use(self.device))
 
@@ -245,15 +308,22 @@ class _Run:
     def _save(self, trainer: Trainer, contents: dict[str, Any]) -> None:
         self._write_fp8(trainer)
         self.folder.sync()
-        self.saved = checkpoint.save(
-            self.folder.path,
-            trainer.step,
-            trainer.model.state_dict(),
-            trainer.state(),
-            config=contents["train"],
-            model=contents["model"],
-            data=contents["data"],
-        )
+        self.ranks.at(f"saving the checkpoint of step {trainer.step}")
+        weights, state = trainer.model.state_dict(), trainer.state()
+
+        def written() -> str:
+            path = checkpoint.save(
+                self.folder.path,
+                trainer.step,
+                weights,
+                state,
+                config=contents["train"],
+                model=contents["model"],
+                data=contents["data"],
+            )
+            return str(path)
+
+        self.saved = Path(self.ranks.from_first(written))
         self.saved_step = trainer.step
 
     def _conclude(self, trainer: Trainer, source: Source, stopped_by: signal.Signals | None) -> None:
@@ -276,7 +346,7 @@ class _Run:
             f"{math.log(source.vocab_size):.4f}"
         )
 
-    def _and_then(self) -> str:
+    def and_then(self) -> str:
         """The end of a sentence about what ended the run: where it can be taken up again."""
         if self.saved is not None:
             return f"; the last good checkpoint is {self.saved}, go on from it with: {self._resume_command()}"

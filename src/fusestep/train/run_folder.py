@@ -171,6 +171,26 @@ class RunFolder:
             ) from error
 
 
+class ElsewhereFolder(RunFolder):
+    """A run's folder as the ranks see it that do not write: rank 0 does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptor = None
+
+    def begin(self, contents: Mapping[str, Any], *, last_step: int) -> None:
+        """Nothing: rank 0 makes the folder."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Nothing: rank 0 has the same row."""
+
+    def write_fp8(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: rank 0 writes its own."""
+
+    def sync(self) -> None:
+        """Nothing: there are no rows of this rank's."""
+
+
 def _length_up_to(path: Path, last_step: int) -> int:
     """The bytes of a file of rows that hold the steps up to `last_step`."""
     length = 0

@@ -14,12 +14,13 @@ from fusestep.data import Source
 from fusestep.errors import UserError
 from fusestep.fp8 import fp8_autocast
 from fusestep.fp8.statistics import TensorStatistics, collect, reset_counts
-from fusestep.models import GPT, GPTConfig
+from fusestep.models import GPTConfig
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 from fusestep.train import checkpoint
 from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, dtype_of
+from fusestep.train.ranks import Ranks
 from fusestep.train.schedule import Schedule
 
 #: A target that counts for nothing, as in torch.nn.functional.cross_entropy.
@@ -37,21 +38,29 @@ class Trainer:
         model_config: of the model.
         source: the data.
         device: where everything lives.
+        ranks: who else takes part, and how the model is spread over them; None: nobody.
 
     Attributes:
         step: steps taken, skipped ones included.
         position: index of the next training sequence.
     """
 
-    def __init__(self, config: TrainConfig, model_config: GPTConfig, source: Source, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_config: GPTConfig,
+        source: Source,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         torch.manual_seed(config.seed)
         self.config = config
         self.source = source
         self.device = device
         self.step = 0
         self.position = 0
-        self.model = GPT(model_config, device=device, dtype=dtype_of(config.weights))
-        self.model.checkpoint_blocks = config.activation_checkpointing
+        self.ranks = ranks or Ranks()
+        self.model = self.ranks.build(config, model_config, device=device, accumulates_in_fp32=self.accumulates_in_fp32)
         self.fp8_recipe = config.fp8_recipe
         self.lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self.schedule = Schedule(config.lr, config.warmup, config.schedule_length)
@@ -75,7 +84,8 @@ class Trainer:
     @property
     def accumulates_in_fp32(self) -> bool:
         """Whether gradients of 16-bit weights are summed over a window in fp32; one micro-batch has nothing to sum."""
-        return self.has_masters and self.config.accumulate > 1
+        # Sharded gradients are summed in fp32 by what shards them.
+        return self.has_masters and self.config.accumulate > 1 and not self.ranks.is_sharded
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,23 +94,31 @@ class Trainer:
     def train_step(self) -> Tensor:
         """Take one step.
 
-        Returns: (4,) fp32, still on the device: loss, norm of the gradient, learning rate, steps skipped so far.
+        Returns: (4,) fp32, still on the device: loss, norm of the gradient, learning rate, steps skipped so far; where
+            there are several ranks (6,), with the number of those that SIGINT has reached, and SIGTERM.
         Raises: UserError if no parameter received a gradient.
         """
-        inputs, targets = self.source.batch(self.position, self.config.window, self.model.config.context)
+        ranks = self.ranks
+        ranks.at(f"reading the data of step {self.step + 1}")
+        if self.config.dropout:
+            ranks.seed(self.config.seed, self.step)
+        inputs, targets = self._window()
+        ranks.at(f"computing the gradients of step {self.step + 1}")
         self.schedule.write(self.lr, self.optimizer.applied_steps)
         is_trainable = any(parameter.requires_grad for parameter in self.model.parameters())
         with self._fp8():  # one region a step, so that its micro-batches share their scales
             loss = self.add_gradients(inputs, targets) if is_trainable else None
         if loss is None or not has_gradients(self.model):
             raise UserError("no trainable parameter received a gradient; unfreeze some, or check the model's forward.")
+        ranks.at(f"updating the weights in step {self.step + 1}")
         self._renew_scales()
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self._update_scale(self.scaler)
-        values = [loss, self.optimizer.last_grad_norm, self.lr, self.optimizer.skipped_steps]
+        loss, *stops = ranks.total_with_signals(loss)
+        values = [loss, self.optimizer.last_grad_norm, self.lr, self.optimizer.skipped_steps, *stops]
         packed = torch.stack([value.float() for value in values])
         self.optimizer.zero_grad()
         self.step += 1
@@ -111,19 +129,26 @@ class Trainer:
         """Add the gradients of a window's mean loss to the parameters, micro-batch by micro-batch.
 
         Each micro-batch's loss is a sum over its tokens, divided by the tokens of the whole window, so that how the
-        window is split does not weigh some tokens more than others.
+        window is split, over micro-batches and ranks, does not weigh some tokens more than others.
 
         Args:
-            inputs, targets: (window, context) int64 on the CPU; IGNORED targets count for nothing.
+            inputs, targets: (window, context) int64 on the CPU, this rank's part of the window where there are
+                several; IGNORED targets count for nothing.
 
-        Returns: the mean loss per token, 0-d fp32 on the device.
+        Returns: the mean loss per token, 0-d fp32 on the device; of several ranks, this one's part of it.
         """
-        tokens = int((targets != IGNORED).sum())
+        count = self.ranks.count
+        tokens = self.ranks.all_tokens(int((targets != IGNORED).sum()))
         total = torch.zeros((), device=self.device)
-        for x, y in zip(inputs.split(self.config.batch), targets.split(self.config.batch), strict=True):
-            loss = self._loss(x, y, "sum") / tokens
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            total += loss.detach()
+        size = self.config.batch // count
+        pairs = list(zip(inputs.split(size), targets.split(size), strict=True))
+        for number, (x, y) in enumerate(pairs, 1):
+            with self.ranks.micro_batch(is_last=number == len(pairs)):
+                loss = self._loss(x, y, "sum") / tokens
+                total += loss.detach()
+                # The gradients of ranks are averaged, where those of parts of a sum add up.
+                scaled = loss * count if count > 1 else loss
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         return total
 
     @torch.no_grad()
@@ -133,11 +158,13 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         with self._fp8():
             for index in range(EVALUATION_BATCHES):
-                first = index * self.config.batch
-                x, y = self.source.batch(first, self.config.batch, self.model.config.context, held_out=True)
+                self.ranks.at(f"evaluating after step {self.step}")
+                x, y = self._batch(index * self.config.batch, held_out=True)
                 total += self._loss(x, y, "mean")
         self.model.train()
-        return float(total / EVALUATION_BATCHES)
+        self.ranks.rest()
+        mean = total / (EVALUATION_BATCHES * self.ranks.count)
+        return float(self.ranks.total(mean))
 
     def fp8_statistics(self) -> list[TensorStatistics]:
         """What delayed scaling has seen, its counts since this was last asked. Waits for the device."""
@@ -188,11 +215,26 @@ class Trainer:
             scaler.unscale_(self._probe_optimizer)
         scaler.update()
 
+    def _window(self) -> tuple[Tensor, Tensor]:
+        """This rank's part of the next window, by micro-batches."""
+        if self.ranks.count == 1:
+            return self.source.batch(self.position, self.config.window, self.model.config.context)
+        batch = self.config.batch
+        parts = [self._batch(self.position + number * batch) for number in range(self.config.accumulate)]
+        inputs, targets = zip(*parts, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    def _batch(self, first: int, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
+        """This rank's part of the `batch` sequences from number `first` on."""
+        size = self.config.batch // self.ranks.count
+        mine = first + self.ranks.index * size
+        return self.source.batch(mine, size, self.model.config.context, held_out=held_out)
+
     def _loss(self, inputs: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         inputs, targets = self._to_device(inputs), self._to_device(targets)
         precision = self.config.precision
         with torch.autocast(self.device.type, dtype_of(precision), enabled=precision != "fp32"):
-            return self.model.loss(inputs, targets, ignore_index=IGNORED, reduction=reduction)
+            return self.ranks.loss(inputs, targets, ignore_index=IGNORED, reduction=reduction)
 
     @contextmanager
     def _fp8(self) -> Iterator[None]:
@@ -200,7 +242,7 @@ class Trainer:
         if self.fp8_recipe is None:
             yield
         else:
-            with fp8_autocast(recipe=self.fp8_recipe):
+            with fp8_autocast(recipe=self.fp8_recipe, group=self.ranks.amax_group):
                 yield
 
     def _renew_scales(self) -> None:
