@@ -72,8 +72,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-#: Modules that are swapped in the small models: norms, MLPs or activations, blocks.
-SWAPPED = {"llama": 9, "qwen3": 13, "mistral": 9, "gemma": 9, "t5": 16, "gpt2": 9}
+#: Modules that are swapped in the small models: norms, MLPs or activations, blocks, and the model with its loss.
+SWAPPED = {"llama": 10, "qwen3": 14, "mistral": 10, "gemma": 10, "t5": 17, "gpt2": 10}
 #: Residual adds that are done in the next norm, in a forward.
 ADDS = {"llama": 2, "qwen3": 2, "mistral": 2, "gemma": 2, "t5": 0, "gpt2": 2}
 

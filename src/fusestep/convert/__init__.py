@@ -38,6 +38,7 @@ def convert(
     fp8: Recipe | None = None,
     fp8_skip: Sequence[str] = (),
     fp8_keep_blocks: tuple[int, int] = (0, 0),
+    fused_loss: bool = True,
     dry_run: bool = False,
 ) -> Report:
     """Swap what fusestep has faster parts for, in place, and report on it.
@@ -50,7 +51,8 @@ def convert(
 
     Swapped are LayerNorm and RMSNorm, torch's and those of Hugging Face's families, activations that are many kernels,
     gated MLPs, torch's attention and encoder layers, the residual adds before the norms of known blocks, what was
-    registered with `fusestep.convert.register`, and linear layers if FP8 is asked for.
+    registered with `fusestep.convert.register`, head and loss of language models that are called with labels, and
+    linear layers if FP8 is asked for.
 
     Args:
         model: any module; its parameters may be on the meta device, where random weights stand in for them in trials.
@@ -62,6 +64,9 @@ def convert(
             their weight with an embedding, routers and low-rank adapters, which always do.
         fp8_keep_blocks: how many of the first and of the last blocks stay in the model's dtype, a block being an
             element of a ModuleList or Sequential.
+        fused_loss: whether head and loss of a model with labels are computed at once while it trains. Its output's
+            `logits` are then no tensor but compute themselves when they are used, once more and at the cost of a
+            product: pass False if a script reads them in every step of training.
         dry_run: report what would be swapped, and leave everything as it was.
 
     Returns: the report; it prints as a table, and its `undo()` makes the model what it was.
@@ -69,7 +74,7 @@ def convert(
     """
     from fusestep.convert.engine import run
 
-    return run(model, skip, fp8, fp8_skip, fp8_keep_blocks, dry_run)
+    return run(model, skip, fp8, fp8_skip, fp8_keep_blocks, fused_loss, dry_run)
 
 
 def __getattr__(name: str) -> Any:

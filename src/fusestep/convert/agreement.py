@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fusestep.convert.classes import become
 from fusestep.convert.twins import Results, materialised, run, seed, signature, twin, undisturbed
+
+if TYPE_CHECKING:
+    from fusestep.convert.patterns import Pattern
 
 #: How far numbers of these dtypes may be from the old module's.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -29,6 +32,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 #: Arguments of a forward.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class NotKnownError(Exception):
+    """What a trial finds that no pattern knows; its words are the reason why nothing is swapped."""
 
 
 @dataclass(frozen=True)
@@ -116,40 +123,33 @@ class Trials:
         self._default = default
         self._known: dict[Any, Agreement] = {}  # what agreed, by signature
 
-    def run(
-        self,
-        module: nn.Module,
-        kind: type[nn.Module],
-        attributes: Callable[[nn.Module], dict[str, Any]],
-        inputs: Callable[[nn.Module, Probe], Sequence[Call]],
-        trials: Sequence[Trial] | None,
-        quiet: Sequence[str],
-    ) -> Agreement:
-        """Whether `module` may become one of `kind`.
+    def run(self, module: nn.Module, pattern: Pattern, trials: Sequence[Trial] | None) -> Agreement:
+        """Whether `module`, which stays as it is, may become what the pattern makes of it.
 
         Args:
-            module: stays as it is.
-            attributes: makes those that the new one gets.
-            inputs: makes arguments of forward, for several calls.
             trials: None: the usual ones.
-            quiet: attributes, such as dropout probabilities, that are 0 in trials.
         """
         first = next((p for p in module.parameters() if p.is_floating_point()), self._default)
         if first is None:
             first = torch.empty(0, device="cpu")
         is_meta = first.device.type == "meta"
-        key = (kind, *signature(module))
+        key = (pattern.becomes, *signature(module))
         known = self._known.get(key)
         if known is not None and is_meta:
             return known
         device = torch.device("cpu") if is_meta else first.device
         with undisturbed(device):
-            old = twin(module, materialised if is_meta else None)
-            for name in quiet:
+            if pattern.stripped is None:
+                old = twin(module, materialised if is_meta else None)
+            else:  # first, since the rest may be large
+                stripped = twin(module)
+                pattern.stripped(stripped)
+                old = twin(stripped, materialised) if is_meta else stripped
+            for name in pattern.quiet:
                 setattr(old, name, 0.0)
             new = twin(old)
-            become(new, kind, attributes(new))
-            pair = _Pair(old, new, inputs, device, first.dtype)
+            become(new, pattern.becomes, pattern.attributes(new))
+            pair = _Pair(old, new, pattern, device, first.dtype)
             wanted = usual_trials(first.dtype, device) if trials is None else trials
             try:
                 found = pair.compare(
@@ -169,11 +169,11 @@ class _Pair:
         self,
         old: nn.Module,
         new: nn.Module,
-        inputs: Callable[[nn.Module, Probe], Sequence[Call]],
+        pattern: Pattern,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.old, self.new, self.inputs, self.device, self.dtype = old, new, inputs, device, dtype
+        self.old, self.new, self.pattern, self.device, self.dtype = old, new, pattern, device, dtype
         self._wide: dict[torch.dtype, nn.Module] = {}
 
     def compare(self, trials: Sequence[Trial]) -> Agreement:
@@ -194,6 +194,8 @@ class _Pair:
                 new = self._results(self.new, trial, trial.region)
             except torch.OutOfMemoryError:
                 raise
+            except NotKnownError as error:
+                return Agreement(False, reason=str(error))
             except Exception as error:
                 return Agreement(False, reason=_told(trial, f"it raises {_sentence(error)}"))
             found = self._judged(trial, old, new)
@@ -214,7 +216,7 @@ class _Pair:
     ) -> list[Results]:
         """The outputs and gradients of each call; the same inputs for all modules, cast to `dtype` if given."""
         generator = torch.Generator().manual_seed(20240229)
-        calls = self.inputs(self.old, Probe(self.device, trial.dtype or self.dtype, generator))
+        calls = self.pattern.inputs(self.old, Probe(self.device, trial.dtype or self.dtype, generator))
         if trial.weights is not None and dtype is None:
             module = _in_dtype(module, trial.weights)
         if trial.other_mode:
@@ -222,7 +224,8 @@ class _Pair:
         found = []
         for args, kwargs in calls:
             seed(self.device)
-            found.append(run(module, args, kwargs, region, dtype))
+            used = () if self.pattern.uses is None else self.pattern.uses(module)
+            found.append(run(module, args, kwargs, region, dtype, used, self.pattern.outcome))
         return found
 
     def _judged(self, trial: Trial, old: list[Results], new: list[Results]) -> Agreement:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fusestep.convert import causal_loss
 from fusestep.convert.agreement import Agreement, Trials
 from fusestep.convert.classes import become, is_converted, pickles_by_itself
 from fusestep.convert.linears import FP8Forward, FP8Linear, check_arguments, fp8_patterns
@@ -23,6 +24,7 @@ def run(
     fp8: Any,
     fp8_skip: Sequence[str],
     fp8_keep_blocks: tuple[int, int],
+    fused_loss: bool,
     dry_run: bool,
 ) -> Report:
     """`fusestep.convert`; its docstring says what the arguments mean."""
@@ -33,7 +35,7 @@ def run(
             raise UserError(f"convert: {what} is {value!r}; pass a list of patterns such as ['*.layers.0.*'].")
     check_arguments(fp8, fp8_keep_blocks)
     asked = [] if fp8 is None else fp8_patterns(model, fp8, fp8_skip, fp8_keep_blocks)
-    patterns = known_patterns(asked)
+    patterns = known_patterns([*asked, *(causal_loss.PATTERNS if fused_loss else ())])
     walk = _Walk(model, skip)
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     unmatched = tuple(one for one in (*skip, *fp8_skip) if not any(is_named(path, [one]) for path in paths))
@@ -107,7 +109,7 @@ class _Walk:
                 failed.append((f"it has an attribute named {min(taken)} already", None))
                 continue
             trials = None if pattern.trials is None else pattern.trials(*self._numbers(module))
-            found = self._trials.run(module, pattern.becomes, pattern.attributes, pattern.inputs, trials, pattern.quiet)
+            found = self._trials.run(module, pattern, trials)
             if not found.ok:
                 failed.append((found.reason, found))
                 continue

@@ -41,9 +41,12 @@ class Pattern:
         inputs: arguments of forward for the trial, as (args, kwargs) for each of some calls; tensors from the probe.
         attributes: what the module gets besides, by names that it does not have yet.
         stage: Stage.LEAF unless children are not called any more (WHOLE), or swapped children are needed (BLOCK).
-        uses: names of children whose work the new forward does itself; they stay as they are.
+        uses: children whose work the new forward does itself; they stay as they are, and their parameters' gradients
+            are compared.
         quiet: names of attributes, dropout probabilities for instance, that are 0 in trials.
         trials: None: in training and evaluation, with inputs of another width, and under torch.autocast.
+        stripped: takes out of a twin of the module, which is tried in its place, what the swap has nothing to do with.
+        outcome: what of forward's output is compared; None: all of it.
     """
 
     what: str
@@ -55,6 +58,8 @@ class Pattern:
     uses: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     quiet: tuple[str, ...] = ()
     trials: Callable[[torch.dtype, torch.device], Sequence[Trial]] | None = None
+    stripped: Callable[[nn.Module], None] | None = None
+    outcome: Callable[[Any], Any] | None = None
 
 
 _registered: list[Pattern] = []

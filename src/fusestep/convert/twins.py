@@ -80,6 +80,8 @@ def run(
     kwargs: dict[str, Any],
     region: Callable[[], AbstractContextManager[Any]],
     dtype: torch.dtype | None,
+    used: Sequence[nn.Module] = (),
+    outcome: Callable[[Any], Any] | None = None,
 ) -> Results:
     """Outputs, and the gradients of the inputs and of the module's own parameters.
 
@@ -90,6 +92,8 @@ def run(
         kwargs: floating tensors among them get gradients if they require them.
         region: makes the context of the forward.
         dtype: what floating inputs are cast to; None: they stay.
+        used: children whose parameters count as the module's own.
+        outcome: makes of forward's output what is looked at.
     """
     leaves: dict[str, Tensor] = {}
     seen: dict[int, Any] = {}
@@ -111,22 +115,32 @@ def run(
     leaves |= {
         f"the gradient of {name}": p for name, p in module._parameters.items() if p is not None and p.requires_grad
     }
+    for number, child in enumerate(used):
+        leaves |= {
+            f"the gradient of {name} of child {number}": p for name, p in child.named_parameters() if p.requires_grad
+        }
     with torch.enable_grad():
         with region():
             # Not __call__: neither global hooks nor checkpointing belong to a trial.
             output = module.forward(*given, **named)
+            if outcome is not None:
+                output = outcome(output)
         results: Results = dict(_named("output", output))
         ys = [y for y in results.values() if y is not None and y.requires_grad]
         if not ys or not leaves:
             return {name: y if y is None else y.detach() for name, y in results.items()}
         generator = torch.Generator().manual_seed(3)
-        dys = [
-            torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y.device, y.dtype)
-            for y in ys
-        ]
+        dys = [_dy_of(y, generator) for y in ys]
         gradients = torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True)
     found = {name: y if y is None else y.detach() for name, y in results.items()}
     return found | dict(zip(leaves, gradients, strict=True))
+
+
+def _dy_of(y: Tensor, generator: torch.Generator) -> Tensor:
+    """What flows in from above: random numbers; into a loss what training puts there, a power of two."""
+    if y.dim() == 0:
+        return torch.full_like(y, 0.5)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y.device, y.dtype)
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor | None]]:
