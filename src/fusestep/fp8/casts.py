@@ -13,14 +13,20 @@ Matrices are (rows, columns), and each cast can give the rowwise and the transpo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusestep.fp8.recipes import Recipe
+from fusestep.ops.block_scaling_launch import BlockPlan
+from fusestep.ops.planned_block_product import PlannedBlockProduct
 from fusestep.ops.planned_product import PlannedProduct
+from fusestep.ops.quantize_plan import CastPlan
 from fusestep.ops.quantized import Quantized
+
+#: What casts and multiplies at once.
+Planned = PlannedProduct | PlannedBlockProduct
 
 
 class Norm(NamedTuple):
@@ -50,14 +56,23 @@ class Normed(NamedTuple):
 
 
 class Casts:
-    """What modules know of a recipe; see the head of this file."""
+    """What modules know of a recipe; see the head of this file.
+
+    Attributes:
+        slots, counts: of delayed scaling, as ops.quantize takes them.
+        products: for a module, which keeps its planned products here by what they were made for, and whether the weight
+            comes cast already; None where there can be none.
+    """
 
     block: tuple[int, int] | None = None
     weight_block: tuple[int, int] | None = None
+    slots: Tensor | None = None
+    counts: Tensor | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         self.forward_dtype = recipe.fp8_format.forward
         self.backward_dtype = recipe.fp8_format.backward
+        self.products: dict[tuple[Any, ...], dict[bool, Planned | None]] = {}
 
     def input(self, x: Tensor, index: int, columnwise: bool) -> Quantized:
         """Cast x (rows, columns) for the slot `index`."""
@@ -84,11 +99,24 @@ class Casts:
         indices: tuple[int, int],  # noqa: ARG002
         columnwise: tuple[bool, bool],  # noqa: ARG002
         dtype: torch.dtype,  # noqa: ARG002
-    ) -> PlannedProduct | None:
+        is_known: bool,  # noqa: ARG002
+    ) -> Planned | None:
         """What casts and multiplies x (rows, in) and a weight (out, in) at once, or None where nothing does.
 
-        Args: bias (out,) or None; indices, columnwise: of x and of the weight; dtype: of the output.
+        Args: bias (out,) or None; indices, columnwise: of x and of the weight; dtype: of the output; is_known: whether
+            the weight will come cast already.
         """
+        return None
+
+    def gradient_plan(
+        self,
+        dy: Tensor,  # noqa: ARG002
+        index: int,  # noqa: ARG002
+        rowwise: bool,  # noqa: ARG002
+        columnwise: bool,  # noqa: ARG002
+        sums_dtype: torch.dtype | None,  # noqa: ARG002
+    ) -> CastPlan | BlockPlan | None:
+        """What casts gradients like this one as `gradient` does, or None where nothing does."""
         return None
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:

@@ -11,10 +11,14 @@ from torch import Tensor
 from fusestep.fp8.casts import Casts, Norm, Normed
 from fusestep.fp8.recipes import Float8BlockScaling, MXFP8BlockScaling
 from fusestep.ops.activation import activation_backward, activation_forward, run_activation
-from fusestep.ops.block_scaling import quantize_blocks
-from fusestep.ops.block_scaling_launch import MX, ROW, TILE
+from fusestep.ops.block_product import plan_native
+from fusestep.ops.block_scaling import plan_blocks, quantize_blocks
+from fusestep.ops.block_scaling_launch import MX, ROW, TILE, BlockPlan
 from fusestep.ops.norm_ops import norm_forward, norm_forward_residual, run_forward
+from fusestep.ops.planned_block_product import PlannedBlockProduct
+from fusestep.ops.planned_product import fits
 from fusestep.ops.quantized import Quantized
+from fusestep.ops.registry import is_plain
 
 
 class BlockCasts(Casts):
@@ -54,6 +58,54 @@ class BlockCasts(Casts):
 
     def weight(self, weight: Tensor, index: int, columnwise: bool) -> Quantized:  # noqa: ARG002
         return self._cast(weight, self.forward_dtype, self.weight_block, True, columnwise)[0]
+
+    def _plan(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        block: tuple[int, int],
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None = None,
+        right: tuple[bool, bool] = (False, False),
+    ) -> BlockPlan | None:
+        if torch.compiler.is_compiling() or not is_plain(x):
+            return None
+        return plan_blocks(x, dtype, block, rowwise, columnwise, self.power_of_two, sums_dtype, right)
+
+    def planned_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        indices: tuple[int, int],  # noqa: ARG002
+        columnwise: tuple[bool, bool],
+        dtype: torch.dtype,
+        is_known: bool,  # noqa: ARG002
+    ) -> PlannedBlockProduct | None:
+        if self.block != ROW or not fits(x, weight, bias, dtype):
+            return None
+        of_x = self._plan(x, self.forward_dtype, ROW, True, columnwise[0], right=(False, True))
+        of_weight = self._plan(weight, self.forward_dtype, TILE, True, columnwise[1], right=(True, True))
+        if of_x is None or of_weight is None:
+            return None
+        device, forward, backward = x.device, self.forward_dtype, self.backward_dtype
+        y = plan_native(device, forward, forward, TILE, dtype, bias is not None)
+        dx = plan_native(device, backward, forward, TILE, x.dtype, False)
+        dweight = plan_native(device, backward, forward, ROW, weight.dtype, False)
+        if y is None or dx is None or dweight is None:
+            return None
+        return PlannedBlockProduct(of_x, of_weight, y, dx, dweight, columnwise[1])
+
+    def gradient_plan(
+        self,
+        dy: Tensor,
+        index: int,  # noqa: ARG002
+        rowwise: bool,
+        columnwise: bool,
+        sums_dtype: torch.dtype | None,
+    ) -> BlockPlan | None:
+        return self._plan(dy, self.backward_dtype, self.block, rowwise, columnwise, sums_dtype)
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         compiling = torch.compiler.is_compiling()

@@ -32,15 +32,11 @@ MOST_PLANS = 256
 class TensorwiseCasts(Casts):
     """One scale a tensor: what delayed and current scaling share, which is all but where the slots come from."""
 
-    counts: Tensor | None = None
-    slots: Tensor | None = None
-
     def __init__(self, recipe: Recipe, record: bool = False, margin: int = 0, power_of_two: bool = False) -> None:
         super().__init__(recipe)
         self._scaling = record, margin, power_of_two
         self._plans: dict[tuple[Any, ...], CastPlan] = {}
         self._pairs: dict[tuple[Any, ...], PairPlan | None] = {}
-        self._products: dict[tuple[Any, ...], PlannedProduct | None] = {}
 
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
         """The slots of a cast that no plan makes, and its place in them."""
@@ -76,21 +72,19 @@ class TensorwiseCasts(Casts):
         indices: tuple[int, int],
         columnwise: tuple[bool, bool],
         dtype: torch.dtype,
+        is_known: bool,
     ) -> PlannedProduct | None:
         if not (runs_kernels(x) and is_plain(weight) and dispatch.multiplies_fp8("scaled_mm", x.device)):
             return None
-        key = (
-            *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype),
-            None if bias is None else (bias.dtype, bias.stride()),
-            *(indices, columnwise, dtype),
-        )
-        product = self._products.get(key)
-        if product is None and key not in self._products:
-            if fits(x, weight, bias, dtype):
-                pair = self._first_pair(x, weight, indices, columnwise, right=True)
-                product = None if pair is None else PlannedProduct(pair, dtype, x.dtype, weight.dtype)
-            keep(self._products, key, product, MOST_PLANS)
-        return product
+        if not fits(x, weight, bias, dtype):
+            return None
+        casts: CastPlan | PairPlan | None
+        if is_known:
+            options = CastOptions(indices[0], self.forward_dtype, True, columnwise[0], *self._scaling)
+            casts = plan_cast(x, None, "", self.slots, options, self.counts, None, right=True)
+        else:
+            casts = self._first_pair(x, weight, indices, columnwise, right=True)
+        return None if casts is None else PlannedProduct(casts, dtype, x.dtype, weight.dtype, columnwise[1])
 
     def _first_pair(
         self,
@@ -139,6 +133,14 @@ class TensorwiseCasts(Casts):
         if plan is not None:
             return plan(dy, None, self.slots, self.counts)
         return self._first(key, dy, None, "", index, self.backward_dtype, rowwise, columnwise, sums_dtype)
+
+    def gradient_plan(
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+    ) -> CastPlan | None:
+        if not runs_kernels(dy):
+            return None
+        options = CastOptions(index, self.backward_dtype, rowwise, columnwise, *self._scaling)
+        return plan_cast(dy, None, "", self.slots, options, self.counts, sums_dtype)
 
     def activation_gradient(
         self,

@@ -32,6 +32,7 @@ from fusestep.fp8.held import Copies, give, part_of, revision
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.block_scaling_launch import MX, TILE, unwritten_scales
+from fusestep.ops.planned_product import RightOperands
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.roll_scales import SLOT
@@ -99,9 +100,22 @@ class WeightCopies(Copies):
         self.slots = slots
         self.index = index
         self.quantized: Quantized | None = None
+        self._right: tuple[Quantized, RightOperands] | None = None
 
     def memory(self) -> object:
         return self.quantized
+
+    def right_operands(self) -> RightOperands:
+        """The copies, once there are some, as planned products read them: views with the summed dimension first."""
+        held, known = self.quantized, self._right
+        if known is None or known[0] is not held:
+            assert held is not None
+            assert held.data is not None
+            with torch.no_grad():
+                kept = None if held.transposed is None else held.transposed.t()
+                kept_scale_inv = None if kept is None else held.transposed_scale_inv.t()
+                known = self._right = held, (held.data.t(), held.scale_inv.t(), kept, kept_scale_inv)
+        return known[1]
 
     def cast(self, weight: Tensor) -> Quantized:
         """Cast a weight (rows, columns) as the module would, recording its amax in the slot."""

@@ -34,6 +34,7 @@ from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.operands import plain_operands, stand_in
+from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import (
     forward_product,
     input_gradient,
@@ -43,6 +44,7 @@ from fusestep.nn.products import (
     weight_gradient,
 )
 from fusestep.nn.quantized_weights import whole
+from fusestep.ops.registry import is_plain
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -155,8 +157,13 @@ class Linear(FP8Module):
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
-        if torch.compiler.is_compiling() and self._leaves_graph(region):
-            return self._outside_of_a_graph(x, is_first_microbatch)
+        if torch.compiler.is_compiling():
+            if self._leaves_graph(region):
+                return self._outside_of_a_graph(x, is_first_microbatch)
+        elif region is not None and region.enabled and is_first_microbatch is None:
+            planned = self._by_plan(x, region)
+            if planned is not None:
+                return planned
         self._check_input(x, self.in_features, region)
         parallel = self._parallel
         adds_bias = not self.return_bias
@@ -182,6 +189,45 @@ class Linear(FP8Module):
             (bias,) = parallel.shared(bias)
             y = parallel.leave(y, None if self.return_bias else bias)
         return (y, bias) if self.return_bias else y
+
+    def _by_plan(self, x: Tensor, region: Region) -> Tensor | None:
+        """y in FP8 by a plan (planned_linear.py), None where there is none for the call."""
+        if self.return_bias or self._parallel is not None or torch._C._are_functorch_transforms_active():
+            return None
+        parameters = self._parameters
+        weight: Any = parameters.get("weight")
+        bias: Any = parameters.get("bias")
+        sources: tuple[Tensor, ...]
+        if weight is not None and (bias is not None or not self.has_bias):
+            sources = (weight,)
+        elif "" in self.parts or any(parameters.get(part + "weight") is None for part in self.parts):
+            return None  # computed by what stands in their place, which is asked once
+        elif self._is_split_in_fp8():
+            return None
+        else:
+            weight, sources, bias = self._weight_and_bias()
+        if not (is_plain(x) and is_plain(weight)):
+            return None
+        grad = torch.is_grad_enabled()
+        key = call_key(x, weight, bias, (grad and x.requires_grad, grad and weight.requires_grad))
+        plans = None if self._casts is None else self._casts.products.get(key)
+        if plans is None:
+            # What was met before has passed this, which comes before anything is recorded.
+            self._check_input(x, self.in_features, region)
+        before, casts = self._casts, self._casts_of(region, records=grad and self.training)
+        if casts is not before:
+            plans = casts.products.get(key)
+        known = None
+        if grad and self.training:
+            copies = self._current_copies(sources, WEIGHT, casts, x.requires_grad)
+            known = None if copies is None else copies.right_operands()
+        planned = None if plans is None else plans.get(known is not None)
+        if planned is None:
+            planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, known is not None)
+            if planned is None:
+                return None
+        y: Tensor = apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad))
+        return y
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
         """y, with the bias where it is to be added here."""
@@ -260,28 +306,18 @@ class _Linear(torch.autograd.Function):
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_columnwise, transposed = columnwise = grad and weight_needed, grad and x_needed
         dtype = activation_dtype(x)
-        product = None
         known = module._known_weight(weight, sources, WEIGHT, casts, grad, transposed, first)
-        if known is None:
-            weight = whole(weight, sources)
-            if first is None:
-                product = casts.planned_product(rows, weight, bias, _OPERANDS, columnwise, dtype)
-        if product is not None:
-            y, kept = product.forward(rows, weight, bias, casts.slots, casts.counts)
+        if known is not None:
+            q_x = casts.input(rows, INPUT, x_columnwise)
         else:
-            if known is not None:
-                q_x = casts.input(rows, INPUT, x_columnwise)
-            else:
-                of = (weight, sources, _OPERANDS, casts, grad, columnwise, first)
-                q_x, known = module._quantized_operands(rows, *of)
-            y = forward_product(casts, q_x, known, bias, dtype)
-            kept = q_x.transposed, q_x.transposed_scale_inv, None, None
-            if x_needed:
-                kept = (*kept[:2], known.transposed, known.transposed_scale_inv)
+            of = (whole(weight, sources), sources, _OPERANDS, casts, grad, columnwise, first)
+            q_x, known = module._quantized_operands(rows, *of)
+        y = forward_product(casts, q_x, known, bias, dtype)
         if grad:
-            ctx.save_for_backward(*kept)
+            through = (known.transposed, known.transposed_scale_inv) if x_needed else (None, None)
+            ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)
             sums_dtype = bias.dtype if bias is not None and bias_needed else None
-            ctx.of = casts, product, x.shape, x.dtype, weight.dtype, sums_dtype
+            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
         return y if rows is x else shaped(y, x)
 
     @staticmethod
@@ -292,23 +328,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
+        x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        casts, product, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
+        casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
         is_matrix = dy.dim() == 2
         rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if x_needed or weight_needed:
             q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, sums_dtype)
-            if product is not None:
-                dx, dweight = product.backward(q, kept, x_needed, weight_needed)
-            else:
-                x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = kept
-                features = x_shape[-1]
-                if x_needed:
-                    dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
-                if weight_needed:
-                    dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
+            features = x_shape[-1]
+            if x_needed:
+                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
+            if weight_needed:
+                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
             if dx is not None and not is_matrix:
                 dx = dx.view(x_shape)
         elif sums_dtype is not None:

@@ -106,12 +106,21 @@ class QuantizedWeights(nn.Module):
             if kept is not None and kept[1] == _states_of(sources):
                 quantized: Quantized = kept[0]
                 return quantized
+        copies = self._current_copies(sources, index, casts, transposed) if grad else None
+        return None if copies is None else copies.quantized
+
+    def _current_copies(
+        self, sources: tuple[Tensor, ...], index: int, casts: Casts, transposed: bool
+    ) -> WeightCopies | None:
+        """The copies that the optimizer wrote of the weight as it is now; where there are none, it is asked for them.
+
+        For training with gradients enabled.
+        """
         # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
-        if grad and not is_counting() and all(map(_is_leaf, sources)):
-            copies = self._copies_of(sources, index, casts, transposed)
-            if copies.quantized is not None and copies.is_current(*sources):
-                return copies.quantized
-        return None
+        if is_counting() or not all(map(_is_leaf, sources)):
+            return None
+        copies = self._copies_of(sources, index, casts, transposed)
+        return copies if copies.quantized is not None and copies.is_current(*sources) else None
 
     def _keeps(self, grad: bool) -> bool:
         """Whether a cast of the weight may serve the micro-batches that follow."""
@@ -133,10 +142,13 @@ class QuantizedWeights(nn.Module):
         if asked is None:
             asked = self.__dict__["_asked"] = {}
         known = asked.get(index)
-        # What a parameter holds is one object as long as nobody gives it other copies.
-        if known is not None and known[0] is casts and all(map(is_, map(part_of, sources), known[2])):
-            copies: WeightCopies = known[1]
-            if copies.form.transposed or not transposed:
+        if known is not None and known[0] is casts:
+            # What a parameter holds is one object as long as nobody gives it other copies.
+            _, copies, parts = known
+            is_same = (
+                part_of(sources[0]) is parts[0] if len(sources) == 1 else all(map(is_, map(part_of, sources), parts))
+            )
+            if is_same and (copies.form.transposed or not transposed):
                 return copies
         slots = None if self.fp8_state is None else self.fp8_state.slots
         assert self._recipe is not None

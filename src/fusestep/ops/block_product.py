@@ -14,6 +14,7 @@ Source of the layouts: cuBLAS documentation, "1D and 2D block scaling"; torch.nn
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +51,17 @@ def multiply_blocks(
         if not _asked(a, b, a_block, b_block, out_dtype, bias is not None):
             # Rounded once all the same: fp32 holds the product until the bias is in, in one pass.
             out = _native(a, a_scale_inv, b, b_scale_inv, torch.float32, None, a_block, b_block)
-            if bias is None:
-                return out.to(out_dtype)
-            return torch.add(out, bias, out=torch.empty_like(out, dtype=out_dtype))
+            return rounded(out, bias, out_dtype)
         return _native(a, a_scale_inv, b, b_scale_inv, out_dtype, bias, a_block, b_block)
     out = emulated_product(a, a_scale_inv, b, b_scale_inv, a_block, b_block)
     return (out if bias is None else out.add_(bias)).to(out_dtype)
+
+
+def rounded(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """An fp32 product with its bias, rounded once."""
+    if bias is None:
+        return out.to(dtype)
+    return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
 
 
 def emulated_product(
@@ -161,6 +167,52 @@ def _native(
         bias=bias,
         output_dtype=out_dtype,
     )
+
+
+class NativeProduct:
+    """cuBLASLt's product of blocks of 1 × 128 with others, of which all but the tensors is settled.
+
+    Args:
+        b_block: of the right operand.
+        out_dtype: of the product.
+        is_fused: whether cuBLASLt rounds to it and adds a bias itself; else the product goes through fp32.
+    """
+
+    __slots__ = ("_b_kinds", "_dtype", "_is_fused")
+
+    def __init__(self, b_block: Block, out_dtype: torch.dtype, is_fused: bool) -> None:
+        self._b_kinds, self._dtype, self._is_fused = [KINDS[b_block].value], out_dtype, is_fused
+
+    def __call__(self, a: Any, a_scale_inv: Any, b: Any, b_scale_inv: Any, bias: Tensor | None) -> Tensor:
+        """a (M, K) times b (K, N), contiguous as (N, K), whose scales of (128, 128) lie likewise."""
+        dtype, added = (self._dtype, bias) if self._is_fused else (torch.float32, None)
+        # What torch.nn.functional.scaled_mm comes to, without the way there.
+        out = torch._scaled_mm_v2(
+            a, b, [a_scale_inv], _ROW_KINDS, [], [b_scale_inv], self._b_kinds, [], added, dtype, (), False
+        )
+        return out if self._is_fused else rounded(out, bias, self._dtype)
+
+
+_ROW_KINDS = [KINDS[ROW].value]
+
+
+def plan_native(
+    device: torch.device,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    has_bias: bool,
+) -> NativeProduct | None:
+    """The product of operands whose left one is in blocks of 1 × 128; None where the device does not multiply them."""
+    if not dispatch.multiplies_fp8("scaled_mm", device, "block"):
+        return None
+    index = device.index or 0
+    if not _ask(index, a_dtype, b_dtype, ROW, b_block, torch.float32, False).ok:
+        return None
+    is_fused = not (has_bias and out_dtype is torch.float32)
+    is_fused = is_fused and _ask(index, a_dtype, b_dtype, ROW, b_block, out_dtype, has_bias).ok
+    return NativeProduct(b_block, out_dtype, is_fused)
 
 
 def scales_fit(matrix: Tensor, scale_inv: Tensor, block: Block) -> bool:

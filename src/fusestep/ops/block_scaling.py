@@ -85,6 +85,33 @@ def _reference(
 _plans: dict[tuple[Any, ...], BlockPlan] = {}
 
 
+def plan_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Block,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    sums_dtype: torch.dtype | None,
+    right: tuple[bool, bool] = (False, False),
+) -> BlockPlan | None:
+    """The plan of a cast, or None where no kernel takes x as it is.
+
+    Args: as of quantize_blocks; right: as of BlockPlan.
+    Raises: UserError, as quantize_blocks.
+    """
+    options = (dtype, block, rowwise, columnwise, power_of_two, sums_dtype, right)
+    key = (x.shape, x.stride(), x.dtype, x.device, options)
+    plan = _plans.get(key)
+    if plan is None:
+        _check(x, dtype, block, rowwise or columnwise)
+    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device):
+        return None
+    if plan is None and (x.stride(1) == 1 or x.shape[1] == 1):
+        plan = keep(_plans, key, BlockPlan(x, *options))
+    return plan
+
+
 def run_quantize_blocks(
     x: Tensor,
     dtype: torch.dtype,
@@ -95,18 +122,13 @@ def run_quantize_blocks(
     sums_dtype: torch.dtype | None,
 ) -> Outputs:
     """The cast, through the kernel where it runs, else the reference."""
-    device = x.device
     options = (dtype, block, rowwise, columnwise, power_of_two, sums_dtype)
-    key = (x.shape, x.stride(), x.dtype, device, options)
-    plan = _plans.get(key)
-    if plan is None or not dispatch.uses_triton("block_scaling", device):
-        _check(x, dtype, block, rowwise or columnwise)
-        if not x.numel() or not dispatch.uses_triton("block_scaling", device):
-            return _reference(x, *options)
-        if x.stride(1) != 1 and x.shape[1] != 1:
-            return run_quantize_blocks(x.contiguous(), *options)
-        plan = keep(_plans, key, BlockPlan(x, *options))
-    return plan(x)
+    plan = plan_blocks(x, *options)
+    if plan is not None:
+        return plan.cast(x)
+    if not x.numel() or not dispatch.uses_triton("block_scaling", x.device):
+        return _reference(x, *options)
+    return run_quantize_blocks(x.contiguous(), *options)
 
 
 def _as_op(x: Tensor, dtype: torch.dtype, outputs: Outputs) -> tuple[Tensor, ...]:

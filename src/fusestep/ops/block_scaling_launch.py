@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fusestep.ops.block_scaling_kernel import quantize_blocks_kernel
 from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import layout
+from fusestep.ops.layouts import maker
 from fusestep.ops.norm_backward import prepare_sums
 from fusestep.ops.quantized import padded
 
@@ -22,6 +23,9 @@ Block = tuple[int, int]
 ROW: Block = (1, 128)
 TILE: Block = (128, 128)
 MX: Block = (1, 32)
+
+#: What makes a tensor that is not yet written.
+Maker = Callable[[], Tensor]
 
 #: (data, scales, transposed, its scales, column sums); None where they are not wanted.
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -103,9 +107,11 @@ class BlockPlan:
     """Casts matrices of the layout of the one that it was made for.
 
     Args: as of quantize_blocks; the rows of x are contiguous, and x has elements.
+        right: which of data and transpose are handed out as right operands of a product: with the summed dimension
+            first, and scales of (128, 128) likewise, of the same memory.
     """
 
-    __slots__ = ("_as_bytes", "_cast", "_outputs", "_partials", "_total")
+    __slots__ = ("_as_bytes", "_cast", "_index", "_makers", "_partials", "_total")
 
     def __init__(
         self,
@@ -116,13 +122,14 @@ class BlockPlan:
         columnwise: bool,
         power_of_two: bool,
         sums_dtype: torch.dtype | None,
+        right: tuple[bool, bool] = (False, False),
     ) -> None:
         rows, columns = x.shape
         device = x.device
-        self._outputs = unwritten(x, dtype, block, rowwise, columnwise, sums_dtype)
-        for output in self._outputs:
-            if output is not None:
-                output.untyped_storage().resize_(0)
+        self._index = device.index if device.type == "cuda" else None
+        straight = _makers(rows, columns, dtype, block, device, right[0]) if rowwise else (None, None)
+        turned = _makers(columns, rows, dtype, block, device, right[1]) if columnwise else (None, None)
+        self._makers = *straight, *turned, None if sums_dtype is None else maker((columns,), sums_dtype, device)
         launch = block_launch(block, columnwise, sums_dtype is not None, x.element_size())
         down = -(-padded(rows) // launch.rows)
         numbers = (rows, columns, x.stride(0), padded(rows), padded(columns))
@@ -135,26 +142,54 @@ class BlockPlan:
         self._cast = PreparedLaunch(quantize_blocks_kernel, grid, device, numbers, **options)
         # Where a device has no such cast, Triton knows no pointer to FP8 either.
         self._as_bytes = not has_cast
-        self._partials: Tensor | None = None
+        self._partials: Maker | None = None
+        self._total: PreparedLaunch | None = None
         if sums_dtype is None or down == 1:  # the sums of one tile are the whole
             return
-        self._partials = layout((down, columns), torch.float32, device)
+        self._partials = maker((down, columns), torch.float32, device)
         self._total = prepare_sums(device, down, columns)
 
-    def __call__(self, x: Tensor) -> Outputs:
-        """Cast x."""
-        empty = torch.empty_like
-        data, scales, transposed, transposed_scales, sums = [
-            None if output is None else empty(output) for output in self._outputs
-        ]
-        straight, turned = data, transposed
-        if self._as_bytes:
-            straight = None if data is None else data.view(torch.uint8)
-            turned = None if transposed is None else transposed.view(torch.uint8)
-        if self._partials is None:
-            self._cast(x, straight, scales, turned, transposed_scales, sums)
-        else:
-            partials = empty(self._partials)
-            self._cast(x, straight, scales, turned, transposed_scales, partials)
-            self._total(partials, sums, None)
+    def cast(self, x: Tensor, *_: None) -> Outputs:
+        """Cast x; what else a cast may be given has no meaning here."""
+        index = self._index
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.cast(x)
+        make_data, make_scales, make_transposed, make_transposed_scales, make_sums = self._makers
+        data = scales = transposed = transposed_scales = None
+        data_at = scales_at = transposed_at = transposed_scales_at = 0
+        if make_data is not None and make_scales is not None:
+            data, scales = make_data(), make_scales()
+            data_at, scales_at = data.data_ptr(), scales.data_ptr()
+        if make_transposed is not None and make_transposed_scales is not None:
+            transposed, transposed_scales = make_transposed(), make_transposed_scales()
+            transposed_at, transposed_scales_at = transposed.data_ptr(), transposed_scales.data_ptr()
+        sums = None if make_sums is None else make_sums()
+        summed = sums if self._partials is None else self._partials()
+        summed_at = 0 if summed is None else summed.data_ptr()
+        x_at = x.data_ptr()
+        addresses = (x_at, data_at, scales_at, transposed_at, transposed_scales_at, summed_at)
+        # What is allocated here is aligned.
+        if x_at & 15 or not self._cast.at(addresses):
+            straight, turned = data, transposed
+            if self._as_bytes:
+                straight = None if data is None else data.view(torch.uint8)
+                turned = None if transposed is None else transposed.view(torch.uint8)
+            self._cast(x, straight, scales, turned, transposed_scales, summed)
+        total = self._total
+        if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
+            total(summed, sums, None)
         return data, scales, transposed, transposed_scales, sums
+
+
+def _makers(
+    rows: int, columns: int, dtype: torch.dtype, block: Block, device: torch.device, right: bool
+) -> tuple[Maker, Maker]:
+    """Of a cast in one direction, and of its inverse scales; see `unwritten_scales` for how those lie."""
+    shape = scales_shape(rows, columns, block)
+    if block[0] != 1:
+        scales = maker(shape, torch.float32, device, transposed=right)
+    else:
+        kind = torch.uint8 if block == MX else torch.float32
+        scales = maker(shape[::-1], kind, device, transposed=True)
+    return maker((padded(rows), padded(columns)), dtype, device, transposed=right), scales

@@ -5,12 +5,14 @@ costs the host. Here the compiled kernel is kept under all that it was specialis
 addresses, which also spares the launcher a question to the driver for each pointer.
 
 - `launch(kernel, grid, device, *args, **options)` finds the compiled kernel from the arguments;
-- `PreparedLaunch` fixes all but the addresses beforehand, for a caller that makes the same launch again and again.
+- `PreparedLaunch` fixes all but the addresses beforehand, for a caller that makes the same launch again and again;
+  `PreparedLaunch.at` takes the addresses themselves from one that has them at hand.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,6 +117,19 @@ class PreparedLaunch:
         found.launch(self._grid, index, addresses)
         return None
 
+    def at(self, addresses: tuple[int, ...]) -> bool:
+        """Launch at these addresses, if tensors there were launched on before, and say whether.
+
+        Args:
+            addresses: of tensors as a call takes them, all of them multiples of 16; 0 for one that is not there. The
+                device of the launch is the current one.
+        """
+        found = self._aligned
+        if found is None:
+            return False
+        found.launch(self._grid, self._index, addresses)
+        return True
+
     def _first(self, tensors: tuple[Tensor | None, ...]) -> _Compiled | None:
         """Launch on tensors of other alignments than before."""
         types = [None if tensor is None else tensor.dtype for tensor in tensors]
@@ -135,7 +150,7 @@ class _Compiled:
         self._kernel, self._last = kernel, last
         self._route: _Route | None = None
 
-    def launch(self, grid: tuple[int, ...], index: int | None, first: list[Any] | tuple[Any, ...]) -> None:
+    def launch(self, grid: tuple[int, ...], index: int | None, first: Sequence[Any]) -> None:
         """Launch on the current stream of the current device, which is `index`, on the first arguments and the last."""
         runtime = triton.knobs.runtime
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens

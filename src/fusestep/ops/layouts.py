@@ -6,7 +6,8 @@ step is kept as layouts. What follows from the layouts of a call's tensors, such
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,34 @@ def layout(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, tr
         made = made.t()
     made.untyped_storage().resize_(0)
     return made
+
+
+#: What allocates for the code that torch.compile writes: (sizes, strides, dtype), on the current device. It takes half
+#: the time of `torch.empty_like`, since no dispatch stands between.
+_ALLOCATORS = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+    for kind in ("cpu", "cuda")
+    if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+}
+
+
+def maker(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, transposed: bool = False
+) -> Callable[[], Tensor]:
+    """What makes unwritten contiguous tensors of this shape, or their transposes, where `device` is the current device.
+
+    Only for calls that nothing traces or watches.
+    """
+    sizes = tuple(shape)
+    strides = [1] * len(sizes)
+    for place in reversed(range(len(sizes) - 1)):
+        strides[place] = strides[place + 1] * max(sizes[place + 1], 1)
+    if transposed:
+        sizes, strides = sizes[::-1], strides[::-1]
+    allocate = _ALLOCATORS.get(device.type)
+    if allocate is None:
+        return partial(torch.empty_strided, sizes, tuple(strides), dtype=dtype, device=device)
+    return partial(allocate, sizes, tuple(strides), dtype)
 
 
 def row_stride(x: Tensor, width: int) -> int | None:

@@ -1,81 +1,113 @@
 """A linear layer's products in FP8 of which all but the tensors is settled: the casts and the products, and no more.
 
-Forward casts input and weight in one launch and multiplies them; backward multiplies by what was kept of them:
+Forward casts input and weight and multiplies them; backward multiplies the cast gradient by what was kept of them:
 
     y = x · weightᵀ + bias        dx = dy · weight        dweight = dyᵀ · x
 
 Right operands are written as cuBLASLt reads them, with the summed dimension first and contiguous in memory, so that no
-view of them need be made. This is for sizes that take no padding, one scale a tensor, and devices that multiply FP8;
-scaled_mm.py has the products of everything.
+view of them need be made. This is for sizes that take no padding and devices that multiply FP8; scaled_mm.py has the
+products of everything. Here are those of one scale a tensor; planned_block_product.py has those of blocks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusestep.ops.quantize_pair import PairPlan
-from fusestep.ops.quantized import PAD, Quantized
+from fusestep.ops.quantize_plan import CastPlan
+from fusestep.ops.quantized import PAD
 
-#: What backward keeps: the input and its scale, the weight and its scale, as right operands; None where not wanted.
+#: What backward keeps: the input and its scales, the weight and its scales, as right operands; None where not wanted.
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+#: A weight that is cast already: its data with their scales, its transpose with its own, as right operands.
+RightOperands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PlannedProduct:
     """Products of tensors of the layouts that it was made for.
 
     Args:
-        pair: casts input and weight, with right operands.
+        casts: of input and weight, with right operands; of the input alone where the weight is cast already.
         dtype: of y.
         x_dtype, weight_dtype: of the gradients.
+        keeps_weight: whether the input's gradient will be wanted.
+
+    Attributes:
+        gradient_casts: for the module, which enters plans of the gradient's cast here.
     """
 
-    __slots__ = ("_dtype", "_pair", "_weight_dtype", "_x_dtype")
+    __slots__ = ("_dtype", "_keeps_weight", "_pair", "_weight_dtype", "_x", "_x_dtype", "gradient_casts")
 
-    def __init__(self, pair: PairPlan, dtype: torch.dtype, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-        self._pair, self._dtype, self._x_dtype, self._weight_dtype = pair, dtype, x_dtype, weight_dtype
+    def __init__(
+        self,
+        casts: PairPlan | CastPlan,
+        dtype: torch.dtype,
+        x_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        keeps_weight: bool,
+    ) -> None:
+        self._pair = casts if isinstance(casts, PairPlan) else None
+        self._x = casts if isinstance(casts, CastPlan) else None
+        self._dtype, self._x_dtype, self._weight_dtype, self._keeps_weight = dtype, x_dtype, weight_dtype, keeps_weight
+        self.gradient_casts: dict[Any, CastPlan] = {}
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor | None, counts: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        known: RightOperands | None,
+        bias: Tensor | None,
+        slots: Tensor | None,
+        counts: Tensor | None,
     ) -> tuple[Tensor, Kept]:
-        """y, and what backward keeps; gradients are disabled, as within an autograd.Function."""
-        x_data, x_kept, x_scale_inv, weight_data, weight_kept, weight_scale_inv = self._pair.cast(
-            x, weight, slots, counts
-        )
+        """y, and what backward keeps; gradients are disabled, as within an autograd.Function.
+
+        Args: weight: as it is; known: as it was cast, where the plan is for one that was.
+        """
+        x_kept: Tensor | None
+        weight_kept: Tensor | None
+        if known is None:
+            assert self._pair is not None
+            x_data, x_kept, x_scale_inv, weight_data, weight_kept, weight_scale_inv = self._pair.cast(
+                x, weight, slots, counts
+            )
+        else:
+            assert self._x is not None
+            x_data, x_scale_inv, x_kept, _, _ = self._x.cast(x, None, slots, counts)
+            weight_data, weight_scale_inv, weight_kept, _ = known
+            if not self._keeps_weight:
+                weight_kept = None
         # By position: keywords cost the host another microsecond.
         y = torch._scaled_mm(x_data, weight_data, x_scale_inv, weight_scale_inv, bias, None, self._dtype, True)
         return y, (x_kept, x_scale_inv, weight_kept, weight_scale_inv)
 
-    def backward(
-        self, dy: Quantized, kept: Kept, x_needed: bool, weight_needed: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and of the weight, None where they are not needed."""
+    def backward(self, dy: Any, kept: Any, x_needed: bool, weight_needed: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of the weight, None where they are not needed.
+
+        Args: dy: a `Cast` of what is wanted for them; kept: a `Kept`.
+        """
+        data, scale_inv, transposed, _, _ = dy
         x_kept, x_scale_inv, weight_kept, weight_scale_inv = kept
         dx = dweight = None
         if x_needed:
-            assert dy.data is not None
-            assert weight_kept is not None
-            assert weight_scale_inv is not None
-            if weight_kept.stride(0) != 1:
-                weight_kept = _as_right(weight_kept)
-            dx = torch._scaled_mm(
-                dy.data, weight_kept, dy.scale_inv, weight_scale_inv, None, None, self._x_dtype, False
-            )
+            weight_kept = as_right(weight_kept)
+            dx = torch._scaled_mm(data, weight_kept, scale_inv, weight_scale_inv, None, None, self._x_dtype, False)
         if weight_needed:
-            assert dy.transposed is not None
-            assert x_kept is not None
-            assert x_scale_inv is not None
-            if x_kept.stride(0) != 1:
-                x_kept = _as_right(x_kept)
+            x_kept = as_right(x_kept)
             dweight = torch._scaled_mm(
-                dy.transposed, x_kept, dy.scale_inv, x_scale_inv, None, None, self._weight_dtype, False
+                transposed, x_kept, scale_inv, x_scale_inv, None, None, self._weight_dtype, False
             )
         return dx, dweight
 
 
-def _as_right(kept: Tensor) -> Tensor:
-    """A right operand that lost its strides while it was kept, as where hooks for saved tensors bring it elsewhere."""
-    return kept.t().contiguous().t()
+def as_right(kept: Tensor | None) -> Tensor:
+    """A right operand, with its strides again where it lost them as it was kept: hooks for saved tensors may copy."""
+    assert kept is not None
+    return kept if kept.stride(0) == 1 else kept.t().contiguous().t()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:

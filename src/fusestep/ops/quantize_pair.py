@@ -6,6 +6,7 @@ longer to launch a cast than the device to make it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fusestep import dispatch
 from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.fp8_cast import has_fp8_type
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import keep, layout, row_stride
+from fusestep.ops.layouts import keep, maker, row_stride
 from fusestep.ops.quantize_launch import (
     AMAX_STAGES,
     SEARCHED_ALWAYS,
@@ -27,6 +28,7 @@ from fusestep.ops.quantize_launch import (
     search_constants,
 )
 from fusestep.ops.quantize_pair_kernel import _amax_pair_kernel, _quantize_pair_kernel
+from fusestep.ops.quantize_plan import as_bytes
 from fusestep.ops.quantized import Quantized, padded
 
 
@@ -41,7 +43,10 @@ class PairPlan:
         right: hand out b and both transposes as right operands of products: (columns, rows) of the same memory.
     """
 
-    __slots__ = ("_a", "_amax", "_as_bytes", "_b", "_cast", "_maxima", "_scale_inv", "_shapes")
+    __slots__ = (
+        *("_a", "_a_kept", "_amax", "_as_bytes", "_b", "_b_kept", "_cast", "_index", "_maxima", "_scale_inv"),
+        "_shapes",
+    )
 
     def __init__(
         self,
@@ -58,12 +63,14 @@ class PairPlan:
 
         a_options, b_options = options
 
-        def kept(rows: int, columns: int, is_right: bool) -> Tensor:
-            return layout((rows, columns), a_options.dtype, device, transposed=is_right)
+        def made(rows: int, columns: int, is_right: bool) -> Callable[[], Tensor]:
+            return maker((rows, columns), a_options.dtype, device, transposed=is_right)
 
-        self._a = kept(*a_inside, False), kept(*a_inside[::-1], right) if a_options.columnwise else None
-        self._b = kept(*b_inside, right), kept(*b_inside[::-1], right) if b_options.columnwise else None
-        self._scale_inv = layout((), torch.float32, device)
+        self._index = device.index if device.type == "cuda" else None
+        self._a, self._b = made(*a_inside, False), made(*b_inside, right)
+        self._a_kept = made(*a_inside[::-1], right) if a_options.columnwise else None
+        self._b_kept = made(*b_inside[::-1], right) if b_options.columnwise else None
+        self._scale_inv = maker((), torch.float32, device)
         self._as_bytes = not has_fp8_type(device)
         columns = a_shape[1]
         numbers = a_shape[0], b_shape[0], columns, a_stride, b_stride, a_options.slot, b_options.slot
@@ -71,7 +78,7 @@ class PairPlan:
         self._amax, self._maxima, maxima = None, None, (0, 0)
         if max(a_shape[0], b_shape[0]) * columns > (SEARCHED_BY_EACH if has_slots else SEARCHED_ALWAYS):
             maxima = amax_programs(device, *a_shape, finder), amax_programs(device, *b_shape, finder)
-            self._maxima = layout((sum(maxima),), torch.int32, device)
+            self._maxima = maker((sum(maxima),), torch.int32, device)
             self._amax = PreparedLaunch(
                 _amax_pair_kernel,
                 (sum(maxima),),
@@ -115,23 +122,36 @@ class PairPlan:
         self, a: Tensor, b: Tensor, slots: Tensor | None, counts: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
         """Data, transpose or None, and inverse scale of a and of b."""
-        empty = torch.empty_like
-        (a_data, a_transposed), (b_data, b_transposed) = self._a, self._b
-        a_data, b_data = empty(a_data), empty(b_data)
-        if a_transposed is not None:
-            a_transposed = empty(a_transposed)
-        if b_transposed is not None:
-            b_transposed = empty(b_transposed)
-        a_scale_inv, b_scale_inv = empty(self._scale_inv), empty(self._scale_inv)
-        maxima = None
-        if self._amax is not None:
-            assert self._maxima is not None
-            maxima = empty(self._maxima)
-            self._amax(a, b, slots, maxima)
-        written: tuple[Tensor | None, ...] = (a_data, a_transposed, b_data, b_transposed)
-        if self._as_bytes:
-            written = tuple(None if made is None else made.view(torch.uint8) for made in written)
-        self._cast(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
+        index = self._index
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.cast(a, b, slots, counts)
+        a_data, b_data = self._a(), self._b()
+        a_transposed, a_transposed_at, b_transposed, b_transposed_at = None, 0, None, 0
+        if self._a_kept is not None:
+            a_transposed = self._a_kept()
+            a_transposed_at = a_transposed.data_ptr()
+        if self._b_kept is not None:
+            b_transposed = self._b_kept()
+            b_transposed_at = b_transposed.data_ptr()
+        a_scale_inv, b_scale_inv = self._scale_inv(), self._scale_inv()
+        a_at, b_at = a.data_ptr(), b.data_ptr()
+        slots_at, counts_at = 0 if slots is None else slots.data_ptr(), 0 if counts is None else counts.data_ptr()
+        # What is allocated here is aligned.
+        is_odd = (a_at | b_at | slots_at | counts_at) & 15
+        maxima, maxima_at = None, 0
+        if self._amax is not None and self._maxima is not None:
+            maxima = self._maxima()
+            maxima_at = maxima.data_ptr()
+            if is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
+                self._amax(a, b, slots, maxima)
+        written_at = (a_data.data_ptr(), a_transposed_at, b_data.data_ptr(), b_transposed_at)
+        scales_at = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+        if is_odd or not self._cast.at((a_at, b_at, *written_at, *scales_at, slots_at, maxima_at, counts_at)):
+            written: tuple[Tensor | None, ...] = (a_data, a_transposed, b_data, b_transposed)
+            if self._as_bytes:
+                written = tuple([as_bytes(one) for one in written])
+            self._cast(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
         return a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv
 
 

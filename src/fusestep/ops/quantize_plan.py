@@ -16,10 +16,13 @@ from fusestep.ops.activation import base, check_activation, is_gated
 from fusestep.ops.cast_options import CastOptions, check_options
 from fusestep.ops.dtypes import CASTABLE
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.layouts import keep, layout, row_stride
+from fusestep.ops.layouts import keep, maker, row_stride
 from fusestep.ops.quantize_launch import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import is_plain
+
+#: Data, their inverse scale, transpose, its inverse scale, column sums: None for what was not asked for.
+Cast = tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
 
 #: By layouts and options; see `keep`.
 _plans: dict[tuple[Any, ...], CastPlan] = {}
@@ -34,10 +37,11 @@ class CastPlan:
         options: how it is cast.
         sums_dtype: of the column sums; None: they are not wanted.
         launches: as prepare_quantize makes them.
+        right: hand out the transpose as the right operand of a product: (rows, columns) of the same memory.
     """
 
     __slots__ = (
-        *("_amax", "_as_bytes", "_cast", "_data", "_maxima", "_partials", "_scale_inv", "_sums", "_total"),
+        *("_amax", "_as_bytes", "_cast", "_data", "_index", "_maxima", "_partials", "_scale_inv", "_sums", "_total"),
         *("_transposed", "shape"),
     )
 
@@ -48,16 +52,19 @@ class CastPlan:
         options: CastOptions,
         sums_dtype: torch.dtype | None,
         launches: QuantizeLaunches,
+        right: bool = False,
     ) -> None:
         self.shape = rows, columns = shape
+        self._index = device.index if device.type == "cuda" else None
         inside = padded(rows), padded(columns)
-        self._data = layout(inside, options.dtype, device) if options.rowwise else None
-        self._transposed = layout(inside[::-1], options.dtype, device) if options.columnwise else None
-        self._scale_inv = layout((), torch.float32, device)
-        self._sums = None if sums_dtype is None else layout((columns,), sums_dtype, device)
+        self._data = maker(inside, options.dtype, device) if options.rowwise else None
+        turned = inside[::-1]
+        self._transposed = maker(turned, options.dtype, device, transposed=right) if options.columnwise else None
+        self._scale_inv = maker((), torch.float32, device)
+        self._sums = None if sums_dtype is None else maker((columns,), sums_dtype, device)
         partials = launches.partials
-        self._partials = None if partials is None else layout(partials, torch.float32, device)
-        self._maxima = None if launches.amax is None else layout((launches.maxima,), torch.int32, device)
+        self._partials = None if partials is None else maker(partials, torch.float32, device)
+        self._maxima = None if launches.amax is None else maker((launches.maxima,), torch.int32, device)
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
         self._total: PreparedLaunch | None = launches.total
 
@@ -65,26 +72,54 @@ class CastPlan:
         self, x: Tensor, h: Tensor | None, slots: Tensor | None, counts: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
         """Cast x, an activation of x, or with h an activation's gradient; return it and the column sums."""
-        empty = torch.empty_like
-        # Memory of their own, since data is often let go before its transpose.
-        data = None if self._data is None else empty(self._data)
-        transposed = None if self._transposed is None else empty(self._transposed)
-        scale_inv = empty(self._scale_inv)
-        sums = None if self._sums is None else empty(self._sums)
-        maxima = None
-        if self._amax is not None and self._maxima is not None:
-            maxima = empty(self._maxima)
-            self._amax(x, h, slots, maxima)
-        written: tuple[Any, ...] = (data, transposed)
-        if self._as_bytes:
-            written = tuple(None if made is None else made.view(torch.uint8) for made in written)
-        if self._total is None or self._partials is None:  # no sums, or one tile of rows, whose sums are the whole
-            self._cast(x, h, *written, scale_inv, slots, maxima, counts, sums)
-        else:
-            partials = empty(self._partials)
-            self._cast(x, h, *written, scale_inv, slots, maxima, counts, partials)
-            self._total(partials, sums, None)
+        data, scale_inv, transposed, _, sums = self.cast(x, h, slots, counts)
         return Quantized(self.shape, data, transposed, scale_inv, scale_inv), sums
+
+    def cast(self, x: Tensor, h: Tensor | None, slots: Tensor | None, counts: Tensor | None) -> Cast:
+        """The same as a `Cast`."""
+        index = self._index
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.cast(x, h, slots, counts)
+        # Memory of their own, since data is often let go before its transpose.
+        data, data_at, transposed, transposed_at = None, 0, None, 0
+        if self._data is not None:
+            data = self._data()
+            data_at = data.data_ptr()
+        if self._transposed is not None:
+            transposed = self._transposed()
+            transposed_at = transposed.data_ptr()
+        scale_inv = self._scale_inv()
+        sums = None if self._sums is None else self._sums()
+        x_at, h_at = x.data_ptr(), 0 if h is None else h.data_ptr()
+        slots_at, counts_at = 0 if slots is None else slots.data_ptr(), 0 if counts is None else counts.data_ptr()
+        # What is allocated here is aligned.
+        is_odd = (x_at | h_at | slots_at | counts_at) & 15
+        maxima, maxima_at = None, 0
+        if self._amax is not None and self._maxima is not None:
+            maxima = self._maxima()
+            maxima_at = maxima.data_ptr()
+            if is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
+                self._amax(x, h, slots, maxima)
+        # One tile of rows has sums that are the whole.
+        summed = sums if self._partials is None else self._partials()
+        summed_at = 0 if summed is None else summed.data_ptr()
+        scale_inv_at = scale_inv.data_ptr()
+        given_at = (slots_at, maxima_at, counts_at, summed_at)
+        if is_odd or not self._cast.at((x_at, h_at, data_at, transposed_at, scale_inv_at, *given_at)):
+            written = (data, transposed)
+            if self._as_bytes:
+                written = as_bytes(data), as_bytes(transposed)
+            self._cast(x, h, *written, scale_inv, slots, maxima, counts, summed)
+        total = self._total
+        if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
+            total(summed, sums, None)
+        return data, scale_inv, transposed, scale_inv, sums
+
+
+def as_bytes(made: Tensor | None) -> Tensor | None:
+    """FP8 as uint8, for kernels on devices where Triton knows no FP8."""
+    return None if made is None else made.view(torch.uint8)
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -100,11 +135,13 @@ def plan_cast(
     options: CastOptions,
     counts: Tensor | None,
     sums_dtype: torch.dtype | None,
+    *,
+    right: bool = False,
 ) -> CastPlan | None:
     """The plan of a cast, or None where no kernel takes the tensors as they are.
 
     Args: those of `run_quantize`; slots: None for a scale that always is the tensor's own, without counts or `record`;
-        sums_dtype: of the column sums, None where they are not wanted.
+        sums_dtype: of the column sums, None where they are not wanted; right: as of `CastPlan`.
 
     Raises: UserError, as `quantize`.
     """
@@ -118,7 +155,7 @@ def plan_cast(
         return None
     has_slot = slots is not None
     layouts = (device, rows, columns, x_stride, h_stride, x.dtype, None if h is None else h.dtype)
-    key = (layouts, activation, has_slot, options, counts is None, sums_dtype)
+    key = (layouts, activation, has_slot, options, counts is None, sums_dtype, right)
     plan: CastPlan | None = _plans.get(key)
     if plan is None:
         gated = bool(activation) and is_gated(activation)
@@ -126,7 +163,7 @@ def plan_cast(
             *(device, rows, columns // 2 if gated and h is not None else columns, x_stride, h_stride),
             *(base(activation) if activation else "", gated, has_slot, options, sums_dtype is not None),
         )
-        plan = keep(_plans, key, CastPlan(device, (rows, columns), options, sums_dtype, launches))
+        plan = keep(_plans, key, CastPlan(device, (rows, columns), options, sums_dtype, launches, right))
     return plan
 
 

@@ -1,0 +1,113 @@
+"""Linear layers in FP8 at the least cost to the host: what a call's layouts decide is decided once.
+
+A call takes this way where its casts and products are planned (ops/planned_product.py): sizes that take no padding, on
+a device that multiplies FP8, with nothing that traces or watches. All else goes through linear.py's own Function, and
+computes the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep.fp8.casts import Casts, Planned
+from fusestep.nn.fp8_module import activation_dtype
+from fusestep.nn.products import refusing_a_second, shaped
+from fusestep.nn.quantized_weights import whole
+from fusestep.ops.layouts import keep
+
+#: Plans that one module keeps; shapes may never repeat.
+MOST_PLANS = 256
+
+
+class _PlannedLinear(torch.autograd.Function):
+    """y = x · weightᵀ + bias by a plan; `call` is (the plan, the casts that it was made by, the sources of the weight,
+    the weight where it is cast already, the slot of the gradient, whether gradients are enabled)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
+        planned, casts, sources, known, gradient_slot, grad = call
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if len(sources) > 1 and known is None:
+            weight = whole(weight, sources)
+        y: Tensor
+        y, kept = planned.forward(rows, weight, known, bias, casts.slots, casts.counts)
+        if grad:
+            ctx.save_for_backward(*kept)
+            sums_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
+            ctx.of = planned, casts, gradient_slot, x.shape, sums_dtype
+        return y if rows is x else shaped(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        is_compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not is_compiling:
+            return refusing_a_second("Linear", _PlannedLinear.backward, ctx, dy)
+        kept = ctx.saved_tensors
+        x_needed, weight_needed, _, _ = ctx.needs_input_grad
+        planned, casts, slot, x_shape, sums_dtype = ctx.of
+        is_matrix = len(x_shape) == 2
+        rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
+        if not (x_needed or weight_needed):
+            dbias = None if sums_dtype is None else rows.sum(0, dtype=torch.float32).to(sums_dtype)
+            return None, None, dbias, None
+        key = (dy.shape, dy.dtype, x_needed, weight_needed, sums_dtype)
+        plan = planned.gradient_casts.get(key)
+        is_usual = (
+            not is_compiling and type(dy) is Tensor and dy.is_contiguous() and not torch._C._len_torch_dispatch_stack()
+        )
+        if plan is None and is_usual:
+            plan = casts.gradient_plan(rows, slot, x_needed, weight_needed, sums_dtype)
+            if plan is not None:
+                keep(planned.gradient_casts, key, plan, MOST_PLANS)
+        if plan is not None and is_usual:
+            cast = plan.cast(rows, None, casts.slots, casts.counts)
+            dbias = cast[4]
+        else:
+            q, dbias = casts.gradient(rows, slot, x_needed, weight_needed, sums_dtype)
+            cast = q.data, q.scale_inv, q.transposed, q.transposed_scale_inv, None
+        dx, dweight = planned.backward(cast, kept, x_needed, weight_needed)
+        if not is_matrix and dx is not None:
+            dx = dx.view(x_shape)
+        return dx, dweight, dbias, None
+
+
+# Without the part in Python of Function.apply, which serves torch.func; neither that nor torch.compile comes here.
+apply_planned: Any = super(torch.autograd.Function, _PlannedLinear).apply
+
+
+def call_key(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool]) -> tuple[Any, ...]:
+    """What decides on a call's plan: layouts, the dtype of y, which gradients of x and of the weight will be wanted."""
+    dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
+    of_bias = None if bias is None else (bias.dtype, bias.stride())
+    of_weight = weight.shape, weight.stride(), weight.dtype, weight.device
+    return dtype, needed, x.shape, x.stride(), x.dtype, x.device, of_bias, of_weight
+
+
+def plan_linear(
+    casts: Casts,
+    key: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor,
+    sources: tuple[Tensor, ...],
+    bias: Tensor | None,
+    slots: tuple[int, int],
+    is_known: bool,
+) -> Planned | None:
+    """The plan of a call, None where there can be none; either is kept.
+
+    Args: key: as call_key gives it; slots: of x and of the weight; is_known: whether the weight is cast already.
+    """
+    dtype, (x_needed, weight_needed) = key[:2]
+    plans = casts.products.get(key)
+    if plans is None:
+        plans = keep(casts.products, key, {}, MOST_PLANS)
+    if is_known not in plans:
+        with torch.no_grad():
+            rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            of = rows, whole(weight, sources), bias, slots, (weight_needed, x_needed), dtype, is_known
+            plans[is_known] = casts.planned_product(*of)
+    planned: Planned | None = plans[is_known]
+    return planned
