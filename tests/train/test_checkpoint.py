@@ -214,8 +214,8 @@ def test_a_newer_schema_says_so_and_no_older_checkpoint_is_taken_for_it(tmp_path
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "checkpoint.json"
     contents = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**contents, "schema": checkpoint.SCHEMA + 1}))
-    with pytest.raises(UserError, match=r"step-00000002 has schema 2 and this version reads up to 1; upgrade fusestep"):
+    manifest.write_text(json.dumps({**contents, "schema": checkpoint.SHARDED_SCHEMA + 1}))
+    with pytest.raises(UserError, match=r"step-00000002 has schema 3 and this version reads up to 2; upgrade fusestep"):
         checkpoint.newest(tmp_path)
 
 
