@@ -134,13 +134,13 @@ class TensorParallel:
 
     def shared(self, *parameters: Any) -> tuple[Any, ...]:
         """Parameters that all ranks have and that this one uses on a slice of the sequence, for autograd."""
-        if self.sequence_dim is None:
+        if self.sequence_dim is None or not self.adds_gradients:
             return parameters
         return self.partial(*parameters)
 
     def partial(self, *parameters: Any) -> tuple[Any, ...]:
         """Parameters that all ranks have, of whose use each sees a part in any case."""
-        return with_added_gradients(self.group, *parameters) if self.adds_gradients else parameters
+        return with_added_gradients(self.group, *parameters)
 
     def share(self, what: str, size: int) -> int:
         """This rank's part of so many. Raises: UserError where the ranks do not divide it."""

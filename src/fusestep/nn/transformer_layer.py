@@ -179,8 +179,13 @@ class TransformerLayer(nn.Module):
                 device=device,
                 dtype=dtype,
                 zero_centered_gamma=zero_centered_gamma,
-                tp_group=self._parallel if sequence_parallel else None,
+                tp_group=self._slices_sequences(),
             )
+
+    def _slices_sequences(self) -> TensorParallel | None:
+        """The ranks over which gradients of what works on slices of sequences are to be added."""
+        parallel = self._parallel
+        return None if parallel is None or parallel.sequence_dim is None or not parallel.adds_gradients else parallel
 
     def reset_parameters(self) -> None:
         """Initialise the parameters of all parts, after meta-device construction for instance."""

@@ -88,18 +88,24 @@ def test_arguments_of_constructors(te: ModuleType, kind: str, sizes: Any, option
         ("MultiheadAttention", (4, 2)), ("TransformerLayer", (4, 4, 2)), ("DotProductAttention", (2, 4)),
     ],
 )  # fmt: skip
-def test_more_ranks_than_one_are_planned(
-    te: ModuleType, kind: str, sizes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_fit_a_module(te: ModuleType, kind: str, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = {} if kind == "DotProductAttention" else CPU
-    with pytest.raises(NotImplementedError, match=rf"{kind}\(tp_group of 2 ranks\).*\(it is planned\)"):
-        getattr(te, kind)(*sizes, tp_size=2, **device)
-    module = getattr(te, kind)(*sizes, sequence_parallel=True, **device)  # of one rank it means nothing
+    modes = {"Linear": {"parallel_mode": "row"}, "LayerNormLinear": {"parallel_mode": "column"}}
+    modes |= {"LayerNormMLP": {"set_parallel_mode": True}}
+    options = {**device, **modes.get(kind, {})}
+    module = getattr(te, kind)(*sizes, sequence_parallel=True, **options)  # of one rank it means nothing
     group = object()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda one: 4 if one is group else 1)
-    with pytest.raises(NotImplementedError, match="tp_group of 4 ranks"):
-        module.set_tensor_parallel_group(group)
+    if kind == "GroupedLinear":
+        with pytest.raises(NotImplementedError, match=r"GroupedLinear\(tp_group of 2 ranks\).*\(it is not planned\)"):
+            te.GroupedLinear(*sizes, tp_size=2, **device)
+    else:
+        with pytest.raises(UserError, match="made for one rank and the group has 4"):
+            module.set_tensor_parallel_group(group)
     module.set_tensor_parallel_group("of one")
+    if kind in ("MultiheadAttention", "TransformerLayer"):
+        with pytest.raises(UserError, match=r"2 ranks .* set_parallel_mode=True"):
+            getattr(te, kind)(*sizes, tp_size=2, **device)
     if hasattr(module, "set_context_parallel_group"):
         with pytest.raises(NotImplementedError, match="cp_group of 4 ranks"):
             module.set_context_parallel_group([group])

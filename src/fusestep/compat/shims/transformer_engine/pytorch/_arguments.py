@@ -14,22 +14,19 @@ from torch import nn
 
 from fusestep import dispatch
 from fusestep.compat import report, settings
+from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.errors import UserError
 
 PACKAGE = "transformer_engine.pytorch"
 
 #: Arguments that are taken and change nothing, and why that is harmless.
 WITHOUT_EFFECT = {
-    "sequence_parallel": "it divides sequences among the ranks of tensor parallelism; there is one rank",
-    "parallel_mode, set_parallel_mode": "they tell how ranks share a layer; there is one rank",
-    "tp_group, tp_size": "taken for one rank",
     "cp_group, cp_global_ranks, cp_stream, cp_comm_type": "taken for one rank",
     "ub_name": "names the buffers of an overlap that is refused",
     "ub_overlap_ag, ub_overlap_rs, … of TransformerLayer": "they refine ub_tp_comm_overlap, which is refused",
     "seq_length, micro_batch_size": "they warm up kernels; ours need no warming",
     "layer_number": "numbers a layer for the reader",
     "save_original_input": "chooses what is kept for backward; results are the same",
-    "return_layernorm_output_gathered": "with one rank it is return_layernorm_output",
     "sm_margin": "leaves multiprocessors to other work; results are the same",
     "fast_zero_fill, num_splits": "choices of speed inside attention",
     "fused (apply_rotary_pos_emb)": "the rotation is always one kernel",
@@ -44,6 +41,7 @@ WITHOUT_EFFECT = {
 }
 
 _RANKS = "run with one rank, or use torch's DDP or FSDP2 around the model"
+_WHOLE = "use torch's DDP or FSDP2 around the model, or tensor parallelism of the other modules"
 _OVERLAP = "leave it False; products and communication do not overlap"
 _HIGH = "leave it out; modules exchange tensors in high precision"
 _SCORES = "pass core_attention_bias, or torch's flex_attention for a function of scores"
@@ -81,7 +79,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str, bool]] = {
     **dict.fromkeys(
         ("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors"), ((None,), _SCORES, False)
     ),
-    "distribute_saved_activations": ((False,), _RANKS, True),
+    "distribute_saved_activations": ((False,), "leave it False, and use sequence_parallel, which keeps slices", False),
     "retain_graph_in_backward": ((False,), "run backward once for each forward of a graph", False),
     "capture_time_hooks": ((None,), "register hooks on a module that contains the graphed one", False),
     "_order": ((None,), "capture modules in the order in which they run", False),
@@ -120,6 +118,57 @@ def refuse(who: str, **arguments: Any) -> None:
             raise report.not_served(f"{PACKAGE}.{who}({name}={shown!r})".replace("'…'", "…"), instead, planned)
 
 
+def ranks_of(
+    who: str,
+    tp_group: Any,
+    tp_size: int,
+    sequence_parallel: bool,
+    *,
+    layout: str = "sbhd",
+    set_parallel_mode: bool | None = None,
+) -> TensorParallel | None:
+    """The ranks that share a module, None for one.
+
+    Gradients of parameters that all ranks have are left to the script, as Transformer Engine leaves them: they are
+    marked `sequence_parallel` (see `mark_shared`).
+
+    Args:
+        tp_group, tp_size: a group, or the size of one that `set_tensor_parallel_group` will give.
+        layout: of activations; modules that are not told theirs have the sequence first.
+        set_parallel_mode: of modules that are made of several layers.
+    Raises: UserError for a group without set_parallel_mode where heads would be shared out and weights not.
+    """
+    dim = (1 if layout == "bshd" else 0) if sequence_parallel else None
+    if tp_group is None and tp_size == 1:
+        return None
+    parallel = TensorParallel(who, tp_group, tp_size, dim, adds_gradients=False)
+    if parallel.size == 1:
+        return None
+    if set_parallel_mode is False:
+        raise UserError(
+            f"{who}: it was given {parallel.size} ranks of tensor parallelism and no parallel modes for its layers; "
+            "pass set_parallel_mode=True."
+        )
+    return parallel
+
+
+def mark_shared(module: nn.Module) -> None:
+    """Say on parameters which all ranks have, under sequence parallelism, that their gradients want to be summed."""
+    for part in module.modules():
+        parallel = getattr(part, "_parallel", None)
+        if parallel is not None and parallel.sequence_dim is not None:
+            bias = ["bias"] if getattr(part, "parallel_mode", None) == "row" else []
+            mark(part, "layer_norm_weight", "layer_norm_bias", "fc2_bias", *bias)
+
+
+def mark(module: nn.Module, *names: str, sequence_parallel: bool = True) -> None:
+    """Set that attribute of those of these parameters that there are."""
+    for name in names:
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
 def check_ranks(who: str, group: Any, size: int = 1, argument: str = "tp") -> None:
     """Refuse more than one rank of tensor or context parallelism.
 
@@ -128,15 +177,32 @@ def check_ranks(who: str, group: Any, size: int = 1, argument: str = "tp") -> No
     groups = group if isinstance(group, (list, tuple)) else [] if group is None else [group]
     sizes = [torch.distributed.get_world_size(one) for one in groups]
     if isinstance(size, int) and max([size, *sizes]) > 1:
-        raise report.not_served(f"{PACKAGE}.{who}({argument}_group of {max([size, *sizes])} ranks)", _RANKS, True)
+        instead, planned = (_RANKS, True) if argument == "cp" else (_WHOLE, False)
+        raise report.not_served(f"{PACKAGE}.{who}({argument}_group of {max([size, *sizes])} ranks)", instead, planned)
 
 
-class OneRank:
+class Ranks:
     """What modules are told of tensor and context parallelism after they were made."""
 
+    _parallel: TensorParallel | None = None
+
+    #: Whether the module was made to be shared by as many ranks as there are.
+    _has_modes = False
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take a group of one rank. Raises: NotImplementedError for more."""
-        check_ranks(type(self).__name__, tp_group)
+        """Take the group of the ranks that share the module, of the size that it was made for.
+
+        Raises: UserError for a group of another size, or one that this rank is not in.
+        """
+        if tp_group is None:
+            return
+        if self._parallel is not None:
+            self._parallel.join(tp_group)
+        elif self._has_modes and (size := torch.distributed.get_world_size(tp_group)) > 1:
+            raise UserError(
+                f"{type(self).__name__}: it was made for one rank and the group has {size}; make it with "
+                f"tp_size={size} or tp_group."
+            )
 
     def set_context_parallel_group(
         self,

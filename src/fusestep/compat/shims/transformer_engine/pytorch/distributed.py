@@ -14,7 +14,7 @@ from torch import Tensor
 from fusestep.compat.names import module_getattr
 from fusestep.compat.report import served
 from fusestep.errors import UserError
-from transformer_engine.pytorch._arguments import PACKAGE, check_ranks, refuse
+from transformer_engine.pytorch._arguments import PACKAGE, refuse
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
@@ -43,7 +43,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     served(f"{PACKAGE}.checkpoint", "torch.utils.checkpoint")
     reentrant = kwargs.pop("use_reentrant", True)
     refuse("checkpoint", distribute_saved_activations=kwargs.pop("distribute_saved_activations", False))
-    check_ranks("checkpoint", kwargs.pop("tp_group", None))
+    kwargs.pop("tp_group", None)  # of distribute_saved_activations
     tracker = kwargs.pop("get_rng_state_tracker", None)
     names = ("context_fn", "determinism_check", "debug")
     options = {name: kwargs.pop(name) for name in names if name in kwargs}

@@ -15,11 +15,13 @@ from fusestep.errors import UserError
 from transformer_engine.pytorch._arguments import (
     PACKAGE,
     SBHD,
-    OneRank,
-    check_ranks,
+    Ranks,
     layout_of,
+    mark,
+    mark_shared,
     own_randomness,
     placed,
+    ranks_of,
     refuse,
 )
 from transformer_engine.pytorch.attention._parts import NAMED, adopt, advise, configure, for_this_call, refuse_call
@@ -30,7 +32,7 @@ from transformer_engine.pytorch.module.base import Initialiser
 __all__ = ["TransformerLayer"]
 
 
-class TransformerLayer(OneRank, nn.TransformerLayer):
+class TransformerLayer(Ranks, nn.TransformerLayer):
     """A transformer block, pre-norm; see fusestep.nn.TransformerLayer.
 
     The layout is sbhd, sequence first, unless attn_input_format or `fusestep run --te-layout` says otherwise.
@@ -66,13 +68,13 @@ class TransformerLayer(OneRank, nn.TransformerLayer):
         fuse_wgrad_accumulation: bool = False,
         seq_length: int | None = None,  # noqa: ARG002
         micro_batch_size: int | None = None,  # noqa: ARG002
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         drop_path_rate: float = 0.0,
-        set_parallel_mode: bool = False,  # noqa: ARG002
+        set_parallel_mode: bool = False,
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
@@ -101,7 +103,15 @@ class TransformerLayer(OneRank, nn.TransformerLayer):
             activation_params=activation_params,
             softmax_type=softmax_type,
         )
-        check_ranks("TransformerLayer", tp_group, tp_size)
+        layout = layout_of(attn_input_format)
+        parallel = ranks_of(
+            "TransformerLayer",
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            layout=layout,
+            set_parallel_mode=set_parallel_mode,
+        )
         with own_randomness(get_rng_state_tracker):
             super().__init__(
                 hidden_size,
@@ -133,16 +143,23 @@ class TransformerLayer(OneRank, nn.TransformerLayer):
                 bias=bias,
                 activation=activation,
                 normalization=normalization,
-                attn_input_format=layout_of(attn_input_format),
+                attn_input_format=layout,
                 qk_norm_type=qk_norm_type,
                 qk_norm_eps=qk_norm_eps,
                 qk_norm_before_rope=qk_norm_before_rope,
                 name=name,
+                tp_group=parallel,
             )
+        self._has_modes = True
         adopt(self, {**NAMED, nn.MultiheadAttention: MultiheadAttention})
-        configure(self, bottom_right_diagonal, get_rng_state_tracker, fuse_wgrad_accumulation)
+        mark_shared(self)
+        if output_layernorm and sequence_parallel:
+            mark(self.layernorm, "weight", "bias")
+        # Under sequence parallelism the script draws all of a layer's numbers from a stream of the rank's.
+        tracker = None if parallel is not None and sequence_parallel else get_rng_state_tracker
+        configure(self, bottom_right_diagonal, tracker, fuse_wgrad_accumulation)
         if layer_type == "decoder":
-            configure(self.inter_attention, enc_dec_bottom_right_diagonal, get_rng_state_tracker, accumulates=False)
+            configure(self.inter_attention, enc_dec_bottom_right_diagonal, tracker, accumulates=False)
         if attn_input_format is SBHD and self.attn_input_format == "sbhd":
             self._unchosen = "attn_input_format"
         runs_as = self.layernorm_mlp.implementation().implementation

@@ -13,7 +13,7 @@ from fusestep import nn
 from fusestep.compat.report import not_served
 from fusestep.nn.attention_masks import Mask, alibi_bias, default_alibi_slopes, keep_mask
 from transformer_engine.pytorch import _arguments
-from transformer_engine.pytorch._arguments import SBHD, OneRank, check_ranks, layout_of, own_randomness, refuse
+from transformer_engine.pytorch._arguments import SBHD, Ranks, check_ranks, layout_of, own_randomness, ranks_of, refuse
 from transformer_engine.pytorch.module._norm import EmptyExtraState
 
 __all__ = ["DotProductAttention"]
@@ -25,8 +25,10 @@ BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
 _SEQUENCE = {"bshd": 1, "sbhd": 0}
 
 
-class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
+class DotProductAttention(EmptyExtraState, Ranks, nn.DotProductAttention):
     """Attention of queries to keys and values; see fusestep.nn.DotProductAttention.
+
+    With tp_size ranks num_attention_heads and num_gqa_groups are of all of them, and tensors have this rank's heads.
 
     bottom_right_diagonal tells where windows and ALiBi begin for masks that are not causal: at the last query and key,
     unless it is False. Causal masks say it by their names.
@@ -50,7 +52,7 @@ class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         tp_group: Any = None,
@@ -66,8 +68,11 @@ class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
         name: str | None = None,  # noqa: ARG002
     ) -> None:
         refuse("DotProductAttention", softmax_type=softmax_type, return_max_logit=return_max_logit)
-        check_ranks("DotProductAttention", tp_group, tp_size)
         check_ranks("DotProductAttention", cp_group, argument="cp")
+        parallel = ranks_of("DotProductAttention", tp_group, tp_size, sequence_parallel)
+        if parallel is not None:
+            num_attention_heads = parallel.share("num_attention_heads", num_attention_heads)
+            num_gqa_groups = None if num_gqa_groups is None else parallel.share("num_gqa_groups", num_gqa_groups)
         super().__init__(
             num_attention_heads,
             kv_channels,
@@ -81,7 +86,9 @@ class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
             layer_number=layer_number,
         )
         self.bottom_right_diagonal = bottom_right_diagonal
-        self._tracker = get_rng_state_tracker
+        self._parallel, self._has_modes = parallel, True
+        # Under sequence parallelism the script draws all of a layer's numbers from a stream of the rank's.
+        self._tracker = None if parallel is not None and sequence_parallel else get_rng_state_tracker
         if qkv_format is SBHD and self.qkv_format == "sbhd":
             self._unchosen = "qkv_format"
         self._announce()
@@ -168,9 +175,11 @@ class DotProductAttention(EmptyExtraState, OneRank, nn.DotProductAttention):
             self._align(options, bottom_right_diagonal, query_layer, key_layer)
         recomputes = (checkpoint_core_attention or self.checkpoints) and torch.is_grad_enabled()
         tracker = self._tracker if self.training and self.attention_dropout else None
-        if tracker is None and not recomputes:
+        draws = self.training and self.attention_dropout
+        own = self._parallel if tracker is None and draws else None
+        if tracker is None and own is None and not recomputes:
             return super().forward(query_layer, key_layer, value_layer, **options)
-        with own_randomness(tracker):
+        with own_randomness(tracker) if own is None else own.own_randomness(query_layer.device):
             if not recomputes:
                 return super().forward(query_layer, key_layer, value_layer, **options)
             out: Tensor = recompute(

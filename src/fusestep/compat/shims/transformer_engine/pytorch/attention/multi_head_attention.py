@@ -13,11 +13,12 @@ from fusestep.compat.report import served
 from transformer_engine.pytorch._arguments import (
     PACKAGE,
     SBHD,
-    OneRank,
-    check_ranks,
+    Ranks,
     layout_of,
+    mark_shared,
     own_randomness,
     placed,
+    ranks_of,
     refuse,
 )
 from transformer_engine.pytorch.attention._parts import NAMED, adopt, advise, configure, for_this_call, refuse_call
@@ -27,7 +28,7 @@ from transformer_engine.pytorch.module.base import Initialiser, bias_or_empty
 __all__ = ["MultiheadAttention"]
 
 
-class MultiheadAttention(OneRank, nn.MultiheadAttention):
+class MultiheadAttention(Ranks, nn.MultiheadAttention):
     """Attention with its products, and its norm in front on request; see fusestep.nn.MultiheadAttention."""
 
     SERVED_BY = "fusestep.nn.MultiheadAttention"
@@ -52,13 +53,13 @@ class MultiheadAttention(OneRank, nn.MultiheadAttention):
         num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False,
         get_rng_state_tracker: Callable[[], Any] | None = None,
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         input_layernorm: bool = False,
         attention_type: Literal["self", "cross"] = "self",
-        set_parallel_mode: bool = False,  # noqa: ARG002
+        set_parallel_mode: bool = False,
         fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
@@ -89,7 +90,15 @@ class MultiheadAttention(OneRank, nn.MultiheadAttention):
             ub_bulk_wgrad=ub_bulk_wgrad,
             softmax_type=softmax_type,
         )
-        check_ranks("MultiheadAttention", tp_group, tp_size)
+        layout = layout_of(qkv_format)
+        parallel = ranks_of(
+            "MultiheadAttention",
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            layout=layout,
+            set_parallel_mode=set_parallel_mode,
+        )
         with own_randomness(get_rng_state_tracker):
             super().__init__(
                 hidden_size,
@@ -115,14 +124,19 @@ class MultiheadAttention(OneRank, nn.MultiheadAttention):
                 rotary_pos_interleaved=rotary_pos_interleaved,
                 bias=bias,
                 normalization=normalization,
-                qkv_format=layout_of(qkv_format),
+                qkv_format=layout,
                 qk_norm_type=qk_norm_type,
                 qk_norm_eps=qk_norm_eps,
                 qk_norm_before_rope=qk_norm_before_rope,
                 name=name,
+                tp_group=parallel,
             )
+        self._has_modes = True
         adopt(self, NAMED)
-        configure(self, bottom_right_diagonal, get_rng_state_tracker, fuse_wgrad_accumulation)
+        mark_shared(self)
+        # Under sequence parallelism the script draws all of a layer's numbers from a stream of the rank's.
+        tracker = None if parallel is not None and sequence_parallel else get_rng_state_tracker
+        configure(self, bottom_right_diagonal, tracker, fuse_wgrad_accumulation)
         if qkv_format is SBHD and self.qkv_format == "sbhd":
             self._unchosen = "qkv_format"
         runs_as = self.core_attention.implementation().implementation

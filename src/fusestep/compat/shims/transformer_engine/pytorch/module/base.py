@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusestep.compat.names import module_getattr
 from fusestep.compat.report import served
+from fusestep.distributed.collectives import gathered
 from fusestep.errors import UserError
 from fusestep.fp8 import context
 from fusestep.fp8.pending import Pending
@@ -89,7 +90,7 @@ def _rolled(state: Slots) -> Slots:
     return shown
 
 
-class TransformerEngineBaseModule(_arguments.OneRank, FP8Module):
+class TransformerEngineBaseModule(_arguments.Ranks, FP8Module):
     """A module of fusestep's that goes by a name of Transformer Engine."""
 
     #: The class of fusestep's that does the work, for the report.
@@ -190,6 +191,16 @@ def bias_or_empty(results: Any, place: int, like: Tensor) -> Any:
     if results[place] is not None:
         return results
     return (*results[:place], like.new_empty(0), *results[place + 1 :])
+
+
+def gathered_output(module: Any, results: Any) -> Any:
+    """Results with the norm's output put together of the slices of all ranks, for return_layernorm_output_gathered."""
+    parallel = module._parallel
+    if parallel is None or parallel.sequence_dim is None:
+        return results
+    place = 2 if module.return_bias else 1
+    whole = gathered(results[place], parallel.sequence_dim, parallel.group)
+    return (*results[:place], whole, *results[place + 1 :])
 
 
 #: Of functions that fill a weight.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusestep import nn
+from transformer_engine.pytorch._arguments import mark
 from transformer_engine.pytorch.module._norm import EmptyExtraState, Shape, arguments
 
 __all__ = ["LayerNorm"]
@@ -25,7 +26,7 @@ class LayerNorm(EmptyExtraState, nn.LayerNorm):
         self,
         normalized_shape: Shape | None = None,
         eps: float = 1e-5,
-        sequence_parallel: bool | None = None,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: Shape | None = None,
@@ -33,6 +34,8 @@ class LayerNorm(EmptyExtraState, nn.LayerNorm):
     ) -> None:
         shape, device, dtype = arguments("LayerNorm", normalized_shape, hidden_size, params_dtype, kwargs)
         super().__init__(shape, eps, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma)
+        if sequence_parallel is not None:
+            mark(self, "weight", "bias", sequence_parallel=sequence_parallel)
         self._announce()
 
     def forward(self, inp: Tensor, residual: Tensor | None = None) -> Any:

@@ -11,12 +11,18 @@ from torch import Tensor
 from fusestep import nn
 from transformer_engine.pytorch._arguments import (
     accumulate_into_main_grad,
-    check_ranks,
+    mark_shared,
     own_randomness,
     placed,
+    ranks_of,
     refuse,
 )
-from transformer_engine.pytorch.module.base import Initialiser, TransformerEngineBaseModule, bias_or_empty
+from transformer_engine.pytorch.module.base import (
+    Initialiser,
+    TransformerEngineBaseModule,
+    bias_or_empty,
+    gathered_output,
+)
 
 __all__ = ["LayerNormLinear"]
 
@@ -26,12 +32,14 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
 
     SERVED_BY = "fusestep.nn.LayerNormLinear"
 
+    return_layernorm_output_gathered = False
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
@@ -41,7 +49,7 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
         normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm",
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,  # noqa: ARG002
+        parallel_mode: Literal["column"] | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
@@ -67,7 +75,6 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        check_ranks("LayerNormLinear", tp_group, tp_size)
         with own_randomness(get_rng_state_tracker):
             super().__init__(
                 in_features,
@@ -83,7 +90,12 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
                 return_bias=return_bias,
                 parameters_split=parameters_split,
                 name=name,
+                parallel_mode=parallel_mode,
+                tp_group=ranks_of("LayerNormLinear", tp_group, tp_size, sequence_parallel),
             )
+        self._has_modes = parallel_mode is not None
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        mark_shared(self)
         if fuse_wgrad_accumulation:
             accumulate_into_main_grad(self)
         self._announce()
@@ -103,6 +115,9 @@ class LayerNormLinear(TransformerEngineBaseModule, nn.LayerNormLinear):
         """
         if fp8_output or fp8_grad:
             refuse("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        if self.return_bias:
-            return bias_or_empty(super().forward(inp, is_first_microbatch, residual), 1, inp)
+        if self.return_bias or self.return_layernorm_output_gathered:
+            results = super().forward(inp, is_first_microbatch, residual)
+            if self.return_layernorm_output_gathered:
+                results = gathered_output(self, results)
+            return bias_or_empty(results, 1, inp) if self.return_bias else results
         return super().forward(inp, is_first_microbatch, residual)  # last, so that torch.compile has nothing to resume

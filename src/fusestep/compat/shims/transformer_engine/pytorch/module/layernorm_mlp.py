@@ -12,12 +12,18 @@ from torch.utils.checkpoint import checkpoint as recompute
 from fusestep import nn
 from transformer_engine.pytorch._arguments import (
     accumulate_into_main_grad,
-    check_ranks,
+    mark_shared,
     own_randomness,
     placed,
+    ranks_of,
     refuse,
 )
-from transformer_engine.pytorch.module.base import Initialiser, TransformerEngineBaseModule, bias_or_empty
+from transformer_engine.pytorch.module.base import (
+    Initialiser,
+    TransformerEngineBaseModule,
+    bias_or_empty,
+    gathered_output,
+)
 
 __all__ = ["LayerNormMLP"]
 
@@ -31,13 +37,14 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
     SERVED_BY = "fusestep.nn.LayerNormMLP"
 
     checkpoint = False
+    return_layernorm_output_gathered = False
 
     def __init__(
         self,
         hidden_size: int,
         ffn_hidden_size: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         return_bias: bool = False,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         tp_group: Any = None,
@@ -54,7 +61,7 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
         return_layernorm_output_gathered: bool = False,
         seq_length: int | None = None,  # noqa: ARG002
         micro_batch_size: int | None = None,  # noqa: ARG002
-        set_parallel_mode: bool = False,  # noqa: ARG002
+        set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str = "cuda",
         ub_overlap_ag: bool = False,
@@ -78,7 +85,6 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        check_ranks("LayerNormMLP", tp_group, tp_size)
         with own_randomness(get_rng_state_tracker):
             super().__init__(
                 hidden_size,
@@ -95,7 +101,11 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
                 output_layer_init_method=output_layer_init_method,
                 return_bias=return_bias,
                 name=name,
+                tp_group=ranks_of("LayerNormMLP", tp_group, tp_size, sequence_parallel) if set_parallel_mode else None,
             )
+        self._has_modes = set_parallel_mode
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        mark_shared(self)
         self.checkpoint = checkpoint
         if fuse_wgrad_accumulation:
             accumulate_into_main_grad(self)
@@ -110,8 +120,10 @@ class LayerNormMLP(TransformerEngineBaseModule, nn.LayerNormMLP):
         """
         if self.checkpoint and torch.is_grad_enabled():
             result = recompute(super().forward, inp, is_first_microbatch, residual, use_reentrant=False)
-        elif self.return_bias:
+        elif self.return_bias or self.return_layernorm_output_gathered:
             result = super().forward(inp, is_first_microbatch, residual)
         else:
             return super().forward(inp, is_first_microbatch, residual)  # so that torch.compile has nothing to resume
+        if self.return_layernorm_output_gathered:
+            result = gathered_output(self, result)
         return bias_or_empty(result, 1, inp) if self.return_bias else result

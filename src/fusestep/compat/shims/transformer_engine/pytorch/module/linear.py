@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch import Tensor
 from fusestep import nn
 from transformer_engine.pytorch._arguments import (
     accumulate_into_main_grad,
-    check_ranks,
+    mark_shared,
     own_randomness,
     placed,
+    ranks_of,
     refuse,
 )
 from transformer_engine.pytorch.module.base import Initialiser, TransformerEngineBaseModule, bias_or_empty
@@ -30,7 +31,7 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,  # noqa: ARG002 (one rank)
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
@@ -40,7 +41,7 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,  # noqa: ARG002
+        parallel_mode: Literal["column", "row"] | None = None,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
         device: torch.device | str = "cuda",
         ub_overlap_ag: bool = False,
@@ -64,7 +65,6 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        check_ranks("Linear", tp_group, tp_size)
         with own_randomness(get_rng_state_tracker, rng_tracker_name):
             super().__init__(
                 in_features,
@@ -76,7 +76,11 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
                 return_bias=return_bias,
                 parameters_split=parameters_split,
                 name=name,
+                parallel_mode=parallel_mode,
+                tp_group=ranks_of("Linear", tp_group, tp_size, sequence_parallel),
             )
+        self._has_modes = parallel_mode is not None
+        mark_shared(self)
         if fuse_wgrad_accumulation:
             accumulate_into_main_grad(self)
         self._announce()
