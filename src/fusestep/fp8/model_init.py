@@ -2,10 +2,11 @@
 
 A module calls `prepare_weights(module, names)` once its weights have their values, at the end of its constructor and of
 `reset_parameters`. Within fp8_model_init that turns them into Float8Tensors (tensor.py); everywhere it lets the module
-load weights of either kind. Weights on the meta device stay as they are until they have values.
+load weights of either kind. Weights on the meta device stay as they are until they have values, and shards as they are.
 
 A state dict holds plain tensors: for each such weight its bytes under its own name, (out, in) FP8, and its scales under
-NAME_scale_inv; values are bytes · scales. Loading takes those, or weights in any other dtype, which are cast.
+NAME_scale_inv; values are bytes · scales. Loading takes those, or weights in any other dtype, which are cast. Once
+`fully_shard` has sharded them, each rank keeps its rows in the nominal dtype, and FSDP2 gathers FP8 (gathered.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusestep.distributed.groups import is_dtensor, laid_out, local_of, wrapped
 from fusestep.errors import UserError
 from fusestep.fp8.copies import CopyFormat
 from fusestep.fp8.recipes import DelayedScaling, Recipe
@@ -28,7 +30,8 @@ from fusestep.ops.quantized import Quantized, padded
 SUFFIX = "_scale_inv"
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_NAMES = "_fp8_weight_names"
+#: The entry of a module's __dict__ that names the weights it multiplies by.
+WEIGHT_NAMES = "_fp8_weight_names"
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,8 @@ def prepare_weights(module: nn.Module, names: Sequence[str]) -> None:
     Args:
         names: of the module's own parameters (out, in) that it multiplies by.
     """
-    if _NAMES not in module.__dict__:
-        module.__dict__[_NAMES] = tuple(names)
+    if WEIGHT_NAMES not in module.__dict__:
+        module.__dict__[WEIGHT_NAMES] = tuple(names)
         module.register_state_dict_post_hook(_save)
         module.register_load_state_dict_pre_hook(_load)
     wanted = asked()
@@ -95,17 +98,20 @@ def prepare_weights(module: nn.Module, names: Sequence[str]) -> None:
     form = CopyFormat.of(wanted.recipe)
     for name in names:
         parameter = getattr(module, name)
-        if parameter is None or parameter.is_meta or isinstance(parameter, Float8Tensor):
+        if parameter is None or parameter.is_meta or is_dtensor(parameter) or isinstance(parameter, Float8Tensor):
             continue
         made = Float8Tensor.of(parameter, form, keep_initial=wanted.preserves)
         setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:  # noqa: ARG001
-    for name in module.__dict__[_NAMES]:
+    for name in module.__dict__[WEIGHT_NAMES]:
         value = state.get(prefix + name)
         if isinstance(value, Float8Tensor) and not isinstance(value, nn.Parameter):  # a parameter: keep_vars
             state[prefix + name], state[prefix + name + SUFFIX] = plain_tensors(value)
+        elif is_dtensor(value) and not isinstance(value, nn.Parameter) and local_of(value) is not value._local_tensor:
+            # A shard of a weight that is gathered in FP8 is saved as any other.
+            state[prefix + name] = wrapped(local_of(value), value)
 
 
 def _load(
@@ -114,14 +120,15 @@ def _load(
     prefix: str,
     *_others: Any,
 ) -> None:
-    for name in module.__dict__[_NAMES]:
+    for name in module.__dict__[WEIGHT_NAMES]:
         key = prefix + name
         scale_inv = state.pop(key + SUFFIX, None)
         value = state.get(key)
         if scale_inv is None or not isinstance(value, Tensor) or value.dtype not in _FP8:
             continue
         parameter = getattr(module, name)
-        state[key] = from_plain_tensors(value, scale_inv, parameter.dtype)
+        loaded = from_plain_tensors(value, scale_inv, parameter.dtype)
+        state[key] = laid_out(loaded.dequantize(), parameter) if is_dtensor(parameter) else loaded
 
 
 def plain_tensors(tensor: Float8Tensor) -> tuple[Tensor, Tensor]:

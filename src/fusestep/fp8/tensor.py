@@ -31,6 +31,8 @@ class _Held:
 
     quantized: Quantized
     initial: Tensor | None = None
+    #: What its shards under FSDP2 have in common (gathered.py).
+    scaled: Any = None
 
 
 class Float8Tensor(Tensor):
@@ -248,6 +250,26 @@ def _empty_like(tensor: Float8Tensor, dtype: torch.dtype | None = None, **option
     return tensor._like(_mapped(tensor.quantized, lambda inner: torch.empty_like(inner, device=device)))
 
 
+def _as_strided(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """Itself as it is, which FSDP2 asks for; else a plain tensor."""
+    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
+        return _detach(tensor)
+    return torch.as_strided(tensor.dequantize(), size, stride, storage_offset)
+
+
+def _new_zeros(tensor: Float8Tensor, size: Any, **options: Any) -> Tensor:
+    """Room for a shard of it, as FSDP2 asks for: in the nominal dtype, gathered in FP8. Else a plain tensor."""
+    made = torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **options})
+    is_shard = len(size) == 2 and size[1] == tensor.shape[1] and made.dtype == tensor.dtype
+    if not is_shard or tensor.form.kind == "microblocks":
+        return made
+    from fusestep.fp8.gathered import GatheredWeight, alone
+
+    if tensor._held.scaled is None:
+        tensor._held.scaled = alone(tensor.form)
+    return GatheredWeight(made, tensor._held.scaled)
+
+
 def _zeros_like(tensor: Float8Tensor, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """Plain: the state of an optimizer, for one."""
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=options.get("device") or tensor.device)
@@ -261,6 +283,8 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
     _aten.empty_like.default: _empty_like,
     _aten.zeros_like.default: _zeros_like,
+    _aten.as_strided.default: _as_strided,
+    _aten.new_zeros.default: _new_zeros,
 }
 
 
