@@ -31,13 +31,13 @@ demo: $(READY) ## the whole story on this machine, in minutes: doctor, train, ge
 test: $(READY) ## run the tests, then the kernels through Triton's interpreter; ARGS go to pytest
 	@$(PYTHON_IN_VENV) tools/run_tests.py $(ARGS)
 
-bench: $(READY) ## time the kernels against the copy's speed and their peers (needs a GPU)
+bench: $(READY) ## time kernels and whole steps, and say what got slower (needs a GPU); ARGS name parts
 	@$(PYTHON_IN_VENV) -m benchmarks $(ARGS)
 
 drop-in-tables: $(READY) ## write the tables of Apex's and Transformer Engine's names in docs/ from the shims
 	@$(PYTHON_IN_VENV) tools/drop_in_tables.py $(ARGS)
 
-figures: $(READY) ## write the README's figures from benchmarks/results/
+figures: $(READY) ## write the README's figures and docs/speed.md from benchmarks/results/
 	@$(PYTHON_IN_VENV) tools/figures.py
 
 .PHONY: check lint format types check-wheel check-kernels check-triton36

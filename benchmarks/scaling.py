@@ -26,7 +26,7 @@ AXES: dict[str, tuple[int, ...]] = {
 SETUPS = (Setup("fusestep bf16", "ours"), Setup("fusestep fp8 delayed", "ours", "fp8 delayed"))
 TINY = {
     "BASE": Model(GPTConfig(96, 128, 1, 1, 256, 16), 2, steps=12, together=1),
-    "AXES": {"tokens": (1, 2), "width": (128, 256), "depth": (1, 2)},
+    "AXES": {"tokens": (1, 2), "width": (128,), "depth": (1,)},
 }
 
 COLUMNS = ("configuration", "axis", "size", "parameters", "device ms", "floor ms", "of floor", "TFLOP/s")

@@ -158,10 +158,15 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:400]
 
 
+def _enough(rounds: int) -> int:
+    """Rounds, or as few as a rehearsal needs."""
+    return rounds if DEVICE.type == "cuda" else 2
+
+
 def device_times(candidates: Mapping[str, Graph], rounds: int = ROUNDS) -> dict[str, Timing]:
     """Replay every candidate once a round, in turn; two rounds of warm-up."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(rounds + 2):
+    for number in range(_enough(rounds) + 2):
         for name, graph in candidates.items():
             taken = graph.milliseconds()
             if number >= 2:
@@ -173,7 +178,7 @@ def event_times(candidates: Mapping[str, Callable[[], Any]], rounds: int = 15) -
     """Milliseconds between two events around an eager call, the L2 cache flushed; in turn, two rounds of warm-up."""
     cache = torch.empty(FLUSHED, dtype=torch.int8, device=DEVICE)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(rounds + 2):
+    for number in range(_enough(rounds) + 2):
         for name, call in candidates.items():
             cache.zero_()
             taken = elapsed(call)
@@ -184,14 +189,15 @@ def event_times(candidates: Mapping[str, Callable[[], Any]], rounds: int = 15) -
 
 def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, rounds: int = 15) -> dict[str, Timing]:
     """Milliseconds that the host needs to enqueue one call; candidates interleaved, device drained between rounds."""
+    calls = calls if DEVICE.type == "cuda" else 2
     for call in candidates.values():
-        for _ in range(20):
+        for _ in range(20 if DEVICE.type == "cuda" else 1):
             call()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
+        for _ in range(_enough(rounds)):
             for name, call in candidates.items():
                 synchronize()
                 start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write the README's figures from the results files, so that none is typed by hand.
+"""Write the README's figures and docs/speed.md from the results files, so that none is typed by hand.
 
     python tools/figures.py
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import scaling_chart
+import speed
+from speed import table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -28,12 +31,6 @@ def newest_results(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         newest[re.sub(r"^\d{4}-\d{2}-\d{2}-", "", path.stem)] = path
     return [{"file": path.name, **json.loads(path.read_text())} for _, path in sorted(newest.items())]
-
-
-def table(header: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table; every column after the first holds numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def adam(result: dict[str, Any]) -> str:
@@ -161,19 +158,59 @@ def ladder(result: dict[str, Any]) -> str:
     return heading + table(["rung (cumulative)", "step", "peak memory", f"over {first}", "loss off by"], rows)
 
 
+def loss(result: dict[str, Any]) -> str:
+    """A row for each shape: ours, torch's and torch.compile's, time and memory."""
+    by_name = {(row["tokens"], row["width"], row["vocabulary"], row["implementation"]): row for row in result["rows"]}
+    rows = []
+    for shape in dict.fromkeys(name[:3] for name in by_name):
+        candidates = [by_name[*shape, name] for name in ("fusestep", "torch", "torch.compile")]
+        rows.append(
+            [
+                " × ".join(map(str, shape)),
+                " / ".join(f"{one['device_ms']:.2f}" for one in candidates),
+                f"{candidates[0]['of_products']:.2f}",
+                " / ".join(f"{one['extra_bytes'] / 1e9:.2f}" for one in candidates),
+            ]
+        )
+    header = ["Linear + cross entropy, forward and backward: tokens × width × classes", "ours / torch / compile, ms"]
+    return table([*header, "ours, times its three products", "extra memory, GB"], rows)
+
+
+def steps(result: dict[str, Any]) -> str:
+    """A row for each configuration of a whole step."""
+    rows = [
+        [
+            f"{row['configuration']} ({row['weights']} weights)",
+            f"{row['device_ms']:.2f} ms",
+            "" if row["over_native"] is None else f"{row['over_native']:.2f}×",
+            f"{row['peak_reserved_bytes'] / 1e9:.2f} GB",
+        ]
+        for row in result["rows"]
+        if "failed" not in row
+    ]
+    words = next(row for row in result["rows"] if "failed" not in row)
+    heading = f"step {words['model'].upper()}, one graph: {words['parameters'] / 1e6:.0f} M, {words['tokens']} tokens"
+    return table([heading, "device time", "over native amp", "memory"], rows)
+
+
+#: The parts that the README shows; docs/speed.md has all.
+PARTS = {
+    "adam": adam,
+    "norms": norms,
+    "fp8": fp8,
+    "learning": learning,
+    "loss": loss,
+    **{f"steps-{model}": steps for model in "abcd"},
+}
+
+
 def figures(results: list[dict[str, Any]]) -> str:
     """The text between the marks."""
     parts = []
     for result in results:
-        parts_of = {"adam": adam, "norms": norms, "fp8": fp8, "learning": learning}
-        show = ladder if "rungs" in result else parts_of[result["part"]]
-        environment = result["environment"]
-        source = (
-            f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, "
-            f"Triton {environment['triton']}: "
-            f"[{result['file']}](benchmarks/results/{result['file']})"
-        )
-        parts.append(f"{show(result)}\n\n{source}")
+        show = ladder if "rungs" in result else PARTS.get(result["part"])
+        if show is not None:
+            parts.append(f"{show(result)}\n\n{speed.source(result, 'benchmarks/results')}")
     return "\n\n".join(parts)
 
 
@@ -185,7 +222,12 @@ def with_figures(text: str, results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    README.write_text(with_figures(README.read_text(), newest_results(RESULTS)))
+    results = newest_results(RESULTS)
+    README.write_text(with_figures(README.read_text(), results))
+    speed.PAGE.write_text(speed.page(results, speed.explained()))
+    grown = speed.of_parts(results).get("scaling")
+    if grown is not None:
+        scaling_chart.draw(grown, speed.PAGE.parent / speed.CHART)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,206 @@
+"""The benchmarks on a CPU: every part runs at a tiny size, and results are compared as they should."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benchmarks import compare, parts, peers
+from benchmarks.__main__ import RESULTS
+from benchmarks.__main__ import report as reported
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Rehearsed in one process; the rest start processes of their own, or take minutes.
+QUICK = ("adam", "norms", "fp8", "loss", "mlp", "pieces", "scaling")
+REHEARSE = """
+import sys
+from pathlib import Path
+from benchmarks import parts
+for name in sys.argv[2:]:
+    part = parts.load(name)
+    parts.rehearse(part)
+    parts.measure(part, Path(sys.argv[1]) / f"{name}.json", 60.0)
+"""
+
+
+def test_every_part_is_a_module_that_the_command_can_show_and_compare() -> None:
+    for name in parts.PARTS:
+        part = parts.load(name)
+        assert part.module.COLUMNS
+        assert callable(part.module.cells)
+        assert callable(part.module.run)
+        assert set(part.ratios.values()) <= {"more", "less"}
+        if part.ratios:
+            assert part.identity(dict.fromkeys(part.module.IDENTITY, 1)) == (1,) * len(part.module.IDENTITY)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_measures_every_quick_part(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REHEARSE, str(tmp_path), *QUICK],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in QUICK:
+        document = json.loads((tmp_path / f"{name}.json").read_text())
+        part = parts.load(name)
+        assert not document["unfinished"], name
+        mine = [row for row in document["rows"] if part.ours(row)]
+        assert mine, name
+        assert len({part.identity(row) for row in document["rows"]}) == len(document["rows"]), name
+        for row in mine:
+            assert "failed" not in row
+            assert len(part.module.cells(row)) == len(part.module.COLUMNS)
+            # Memory is not counted on a CPU.
+            assert all(row[ratio] > 0 for ratio in part.ratios if ratio != "extra_bytes"), (name, row)
+
+
+@pytest.mark.slow
+def test_whole_steps_run_in_processes_of_their_own_and_agree_on_the_loss(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.parts", "steps-a", str(tmp_path / "a.json"), "--rehearse"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["configuration"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
+    native = rows["native, amp"]
+    for name, row in rows.items():
+        assert "failed" not in row, row
+        assert row["loss"] == pytest.approx(native["loss"], rel=2e-3), name
+    assert rows["fusestep bf16"]["weights"] == rows["fusestep bf16"]["moments"] == "fp32"
+    masters = rows["fusestep bf16, masters"]
+    assert (masters["weights"], masters["moments"], masters["masters"]) == ("bf16", "fp32", "fp32")
+    assert rows["native, all bf16"]["moments"] == "bf16"
+
+
+# ---- comparing
+
+
+def document(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"rows": list(rows), "environment": {"gpu": "NVIDIA Chip 9"}}
+
+
+def adam_row(share: float, *, implementation: str = "fusestep", spread: float = 0.01) -> dict[str, Any]:
+    quartiles = [1 - spread, 1 + spread]
+    return {
+        "set": "29M",
+        "implementation": implementation,
+        "of_floor": share,
+        "device_ms": 1.0,
+        "device_ms_quartiles": quartiles,
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "spread", "is_slower"),
+    [
+        (0.90, 0.86, 0.001, False),  # 4.4 %: noise
+        (0.90, 0.85, 0.001, True),  # 5.6 %
+        (0.90, 0.85, 0.02, False),  # within three times the spread of either
+        (0.90, 0.99, 0.001, False),  # faster
+    ],
+)
+def test_only_what_is_worse_than_noise_is_slower(old: float, new: float, spread: float, *, is_slower: bool) -> None:
+    part = parts.load("adam")
+    before, now = document(adam_row(old)), document(adam_row(new, spread=spread))
+    found = compare.slower(part, before, now)
+    assert bool(found) == is_slower
+    if is_slower:
+        assert "29M, fusestep" in str(found[0])
+        assert "of_floor was 0.900, is 0.850" in str(found[0])
+
+
+def test_less_is_better_for_the_loss_and_a_missing_row_is_told() -> None:
+    part = parts.load("loss")
+    row = {"tokens": 8, "width": 4, "vocabulary": 9, "implementation": "fusestep", "of_products": 1.0}
+    assert not compare.slower(part, document(row), document(row | {"of_products": 0.5}))
+    assert compare.slower(part, document(row), document(row | {"of_products": 1.2}))
+    gone = compare.slower(part, document(row), document())
+    assert "was not measured now" in str(gone[0])
+
+
+def test_other_implementations_may_become_slower() -> None:
+    part = parts.load("adam")
+    before = document(adam_row(0.9, implementation="torch fused"))
+    assert not compare.slower(part, before, document(adam_row(0.2, implementation="torch fused")))
+
+
+def test_results_are_compared_with_the_newest_of_the_same_model(tmp_path: Path) -> None:
+    for name in ("2026-01-09-nvidia-chip-9-adam", "2026-02-01-nvidia-chip-9-adam", "2026-03-01-other-adam"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document(adam_row(0.9))))
+    (tmp_path / "2026-04-01-nvidia-chip-9-adam.unfinished").write_text("{}")
+    part = parts.load("adam")
+    path, changes = compare.with_results(part, tmp_path, document(adam_row(0.5)))
+    assert path is not None
+    assert path.name == "2026-02-01-nvidia-chip-9-adam.json"
+    assert [change.new for change in changes] == [0.5]
+    assert compare.with_results(part, tmp_path / "none", document(adam_row(0.5))) == (None, [])
+
+
+@pytest.mark.parametrize("name", ["adam", "norms", "fp8"])
+def test_the_committed_results_are_as_fast_as_themselves_and_can_be_shown(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = parts.load(name)
+    path = compare.newest(RESULTS, "NVIDIA H200", name)
+    assert path is not None
+    found = json.loads(path.read_text())
+    assert not compare.slower(part, found, found)
+    slow = copy.deepcopy(found)
+    ratio, better = next((r, b) for r, b in part.ratios.items() if found["rows"][0].get(r))
+    for row in slow["rows"]:
+        row[ratio] *= 0.5 if better == "more" else 2.0
+    assert len(compare.slower(part, found, slow)) == sum(part.ours(row) for row in found["rows"])
+
+
+def test_a_part_that_failed_or_was_cut_off_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = parts.load("adam")
+    problems, nothing = reported(part, tmp_path / "none.json", tmp_path, "failed with status 1")
+    assert (problems, nothing) == (["adam: failed with status 1"], None)
+    file = tmp_path / "adam.json"
+    row = adam_row(0.9) | {"floor_ms": 1.0, "host_ms": 1.0, "parameters": 1, "tensors": 1}
+    whole = document(row) | {"copy_bytes_per_second": 4e12, "peers": {"liger": "not installed"}, "seconds": 3.0}
+    file.write_text(json.dumps(whole))
+    problems, read = reported(part, file, tmp_path, "cut off after 3 s, 1 rows measured")
+    assert problems == ["adam: cut off after 3 s, 1 rows measured"]
+    assert read == whole
+    assert "not installed: liger" in capsys.readouterr().out
+
+
+def test_rows_stop_when_the_time_is_over_and_what_there_is_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(copy: float) -> Any:
+        for number in range(1000):
+            clock[0] += 10.0
+            yield {"number": number}
+
+    clock = [0.0]
+    monkeypatch.setattr(parts.time, "monotonic", lambda: clock[0])
+    part = parts.Part("made", SimpleNamespace(run=rows), "")  # type: ignore[arg-type]
+    made = parts.measure(part, tmp_path / "made.json", 25.0)
+    assert [row["number"] for row in made["rows"]] == [0, 1, 2]
+    assert made["unfinished"]
+    assert json.loads((tmp_path / "made.json").read_text()) == made
+
+
+def test_libraries_that_are_absent_are_told() -> None:
+    for name, version in peers.versions().items():
+        assert (version == peers.NOT_INSTALLED) == (not peers.has(name)) or name == "quack"

@@ -1,0 +1,150 @@
+"""docs/speed.md: written from the results, judged by the targets, every missed row explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import figures
+import scaling_chart
+import speed
+import targets
+
+RESULTS = figures.newest_results(figures.RESULTS)
+HERE = {"gpu": "NVIDIA H200", "cpu": "x", "torch": "2", "triton": "3"}
+
+
+def target(name: str) -> targets.Target:
+    return next(one for one in targets.targets() if one.name == name)
+
+
+def judged(name: str, *rows: dict[str, Any]) -> speed.Row:
+    one = target(name)
+    return speed.judged(one, {one.part: {"rows": list(rows)}})
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    assert speed.PAGE.read_text() == speed.page(RESULTS, speed.explained()), "run make figures"
+
+
+def test_every_missed_row_is_explained_and_no_other() -> None:
+    rows = speed.all_rows(speed.of_parts(RESULTS))
+    assert speed.unexplained(rows, speed.explained()) == []
+
+
+def test_an_explanation_of_a_met_row_and_a_missed_row_without_one_are_found() -> None:
+    met = judged("adam/29M", {"set": "29M", "implementation": "fusestep", "device_ms": 0.1, "floor_ms": 0.1})
+    missed = judged("adam/124M", {"set": "124M", "implementation": "fusestep", "device_ms": 9.0, "floor_ms": 0.1})
+    found = speed.unexplained([met, missed], {"adam/29M": "because"})
+    assert found == [
+        "adam/124M misses its target and has no explanation",
+        "adam/29M has an explanation and is not missed",
+    ]
+    assert speed.unexplained([met, missed], {"adam/124M": "because"}) == []
+
+
+def test_names_of_targets_are_unique_and_every_part_is_there() -> None:
+    names = [one.name for one in targets.targets()]
+    assert len(set(names)) == len(names)
+    parts = {one.part for one in targets.targets()}
+    assert parts == {"adam", "norms", "fp8", "loss", "startup", "scaling", *(f"steps-{model}" for model in "abcd")}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        (0.199, 0.5, "met"),
+        (0.202, 0.5, "missed: by 1.0%"),
+        (0.150, 0.147, "met"),  # within 0.97 of the best other
+        (0.150, 0.140, "missed: 7.1% behind torch fused"),
+    ],
+)
+def test_a_time_reaches_its_target_and_the_best_other(ours: float, theirs: float, verdict: str) -> None:
+    row = judged(
+        "adam/29M",
+        {"set": "29M", "implementation": "fusestep", "device_ms": ours, "floor_ms": 0.19},
+        {"set": "29M", "implementation": "torch fused", "device_ms": theirs},
+        {"set": "29M", "implementation": "fusestep+clip", "device_ms": 0.01},
+    )
+    assert (row.verdict, row.floor, row.rival) == (verdict, 0.19, ("torch fused", theirs))
+
+
+def norm(implementation: str, share: float | None, **more: Any) -> dict[str, Any]:
+    name = "forward_of_floor"
+    return {"kind": "rms_norm", "width": 768, "implementation": implementation, name: share} | more
+
+
+def test_a_share_of_the_floor_is_more_when_it_is_better() -> None:
+    rows = [norm("fusestep", 0.96), norm("torch", 0.4), norm("quack", 0.97), norm("liger", 0.99, failed="no")]
+    assert judged("norms/rms_norm/768/forward", *rows).verdict == "met"
+    assert judged("norms/rms_norm/768/forward", norm("fusestep", 0.90)).verdict == "missed: by 5.6%"
+    assert judged("norms/rms_norm/768/forward", norm("torch", 0.9)).verdict == "not measured"
+
+
+def step(configuration: str, ms: float, peak: float, **more: Any) -> dict[str, Any]:
+    words = {"model": "b", "configuration": configuration, "device_ms": ms, "peak_reserved_bytes": peak * 1e9}
+    return words | {"floor_ms": 30.0} | more
+
+
+def test_the_memory_of_a_whole_step_is_that_of_the_configuration_whose_time_is_claimed() -> None:
+    rows = [
+        step("native, amp", 60.0, 16.0),
+        step("native, all bf16", 50.0, 10.0),
+        step("fusestep bf16", 48.0, 17.0),
+        step("fusestep bf16, masters", 49.0, 12.0),
+        step("fusestep fp8 delayed", 36.0, 15.0),
+        step("fusestep fp8 current", 37.0, 17.0),
+    ]
+    time = judged("steps/b/time", *rows)
+    assert (time.ours, time.verdict) == (36.0, "met")
+    assert judged("steps/b/memory, fp8", *rows).verdict == "met"
+    assert judged("steps/b/memory, bf16", *rows).verdict == "missed: 6.2% over native, amp"
+
+
+def test_growth_is_judged_at_the_largest_size() -> None:
+    def size(number: int, share: float) -> dict[str, Any]:
+        return {"configuration": "fusestep bf16", "axis": "depth", "size": number, "of_floor": share}
+
+    rising = [size(16, 0.70), size(4, 0.5), size(8, 0.6)]
+    assert judged("scaling/fusestep bf16/depth", *rising).ours == pytest.approx(0.70 / 0.6)
+    falling = [size(4, 0.5), size(8, 0.60), size(16, 0.55)]
+    assert judged("scaling/fusestep bf16/depth", *falling).verdict.startswith("missed")
+
+
+def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
+    steps = step("fusestep bf16", 48.0, 17.0, weights="fp32", moments="fp32", masters="none")
+    steps |= {"wall_ms": 48.5, "host_ms": 0.4, "of_floor": 0.6, "over_native": 1.25}
+    steps |= {"parameters": 605_000_000, "tokens": 8192}
+    sizes = [
+        {"configuration": name, "axis": axis, "size": size, "device_ms": size / 7, "floor_ms": size / 9}
+        | {"of_floor": 7 / 9}
+        for name in ("fusestep bf16", "fusestep fp8 delayed")
+        for axis in ("tokens", "width", "depth")
+        for size in (8, 16)
+    ]
+    results: list[dict[str, Any]] = [
+        {"part": "steps-b", "rows": [steps, {**steps, "configuration": "fusestep fp8 current", "failed": "out"}]},
+        {"part": "scaling", "rows": sizes},
+    ]
+    results = [{"file": f"{one['part']}.json", "environment": HERE, "peers": {"liger": "not installed"}, **one} for one in results]  # fmt: skip  # noqa: E501
+    text = speed.page(results, {})
+    assert "| B: fusestep bf16 | fp32 / fp32 / none | 48.00 / 48.50 | 0.40 | 0.60 | 1.25× | 17.00 GB |" in text
+    assert "| B: fusestep fp8 current | fp32 / fp32 / none | failed |" in text
+    assert "not installed: liger" in text
+    assert "| fusestep bf16, depth 16 | 2.29 | 1.78 | 0.78 |" in text
+    assert "605 M, 8192 tokens" in figures.figures(results)
+    chart = tmp_path / "chart.svg"
+    scaling_chart.draw(results[1], chart)
+    assert "drawn from scaling.json" in chart.read_text()
+    assert chart.stat().st_size < 100_000
+
+
+def test_the_chart_is_of_the_newest_results() -> None:
+    grown = speed.of_parts(RESULTS).get("scaling")
+    chart = speed.PAGE.parent / speed.CHART
+    if grown is None:
+        assert not chart.exists()
+    else:
+        assert f"drawn from {grown['file']}" in chart.read_text(), "run make figures"

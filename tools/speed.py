@@ -1,0 +1,284 @@
+"""docs/speed.md, made from the results files: every target, what was reached, and why where it was not.
+
+Results are the newest of each part in benchmarks/results/. A row that misses its target is explained in
+benchmarks/explanations.json, under the row's name; a row that meets it, or was not measured, has none there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import targets
+from targets import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "speed.md"
+EXPLANATIONS = ROOT / "benchmarks" / "explanations.json"
+CHART = "scaling.svg"
+Data = dict[str, Any]
+
+HEAD = """\
+# Speed: targets and what was reached
+
+This page is written by `make figures` from the files in `benchmarks/results/`; `make bench` measures them anew on the
+GPU at hand. [measuring.md](measuring.md) says how a figure comes about. "In the same run" is another implementation on
+the same GPU, seconds apart. Other figures were measured on the same model of GPU on {date}, with other versions and
+partly in other ways: they are there for orientation. A row is met where ours reaches the target and, in the same run,
+{share:.0%} of the best other implementation.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A target and what came of it: `ours` is None where nothing was measured.
+
+    `rival` is the best of the others in the same run, by name and figure; `missed` says what was not reached.
+    """
+
+    target: Target
+    ours: float | None = None
+    floor: float | None = None
+    rival: tuple[str, float] | None = None
+    missed: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        if self.ours is None:
+            return "not measured"
+        return "met" if self.missed is None else f"missed: {self.missed}"
+
+
+def table(header: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table; every column after the first holds numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def judged(target: Target, results: dict[str, Data]) -> Row:
+    """What came of a target."""
+    result = results.get(target.part)
+    rows = [] if result is None else [row for row in derived(result["rows"]) if "failed" not in row]
+    best = min if target.better == "less" else max
+    mine = [(value, row) for row in rows if target.mine(row) and (value := target.value(row)) is not None]
+    if not mine:
+        return Row(target)
+    ours, row = best(mine, key=lambda pair: pair[0])
+    others = [
+        (str(one.get("implementation", one.get("configuration"))), value)
+        for one in rows
+        if target.rivals is not None and target.rivals(one) and (value := target.value(one)) is not None
+    ]
+    rival = best(others, key=lambda pair: pair[1]) if others else None
+    floor = None if target.floor is None else target.floor(row)
+    return Row(target, ours, floor, rival, _missed(target, ours, rival))
+
+
+def _missed(target: Target, ours: float, rival: tuple[str, float] | None) -> str | None:
+    """What was not reached, or None."""
+
+    def over(bound: float) -> float:
+        """How many times the bound ours is worse; 1 and less is reached."""
+        return ours / bound if target.better == "less" else bound / ours
+
+    if target.bound_is_rival:
+        if rival is None:
+            return None
+        return f"{over(rival[1]) - 1:.1%} over {rival[0]}" if over(rival[1]) > 1 else None
+    if target.goal is not None and over(target.goal) > 1:
+        return f"by {over(target.goal) - 1:.1%}"
+    if rival is not None and over(rival[1]) * targets.OF_BEST_PEER > 1:
+        return f"{over(rival[1]) - 1:.1%} behind {rival[0]}"
+    return None
+
+
+def derived(rows: list[Data]) -> list[Data]:
+    """The rows with what follows from several: which configuration is the fastest, what growth keeps of the floor."""
+    made = [dict(row) for row in rows]
+    for precision in ("bf16", "fp8"):
+        ours = [
+            row
+            for row in made
+            if str(row.get("configuration", "")).startswith(f"fusestep {precision}") and "peak_reserved_bytes" in row
+        ]
+        if ours:
+            min(ours, key=lambda row: row["device_ms"])["is_fastest"] = True
+    for row in made:
+        if "axis" not in row:
+            continue
+        same = [one for one in made if all(one.get(n) == row[n] for n in ("configuration", "axis"))]
+        smaller = [one["of_floor"] for one in same if one["size"] < row["size"]]
+        if row["size"] == max(one["size"] for one in same) and smaller:
+            row["share_kept"] = row["of_floor"] / max(smaller)
+    return made
+
+
+def all_rows(results: dict[str, Data]) -> list[Row]:
+    """Every target, judged."""
+    return [judged(target, results) for target in targets.targets()]
+
+
+def cells(row: Row) -> list[str]:
+    """A line of a table."""
+    target = row.target
+    goal = "" if target.goal is None else target.show(target.goal)
+    return [
+        target.label,
+        "" if row.floor is None else target.show(row.floor),
+        target.quoted,
+        "" if row.rival is None else f"{row.rival[0]} {target.show(row.rival[1])}",
+        "" if row.ours is None else target.show(row.ours),
+        "≤ the best other" if target.bound_is_rival else f"{'≤' if target.better == 'less' else '≥'} {goal}",
+        row.verdict,
+    ]
+
+
+def of_parts(results: list[Data]) -> dict[str, Data]:
+    """The results of each part on the GPU that the targets are for."""
+    return {r["part"]: r for r in results if "part" in r and r["environment"]["gpu"] == targets.GPU}
+
+
+def page(results: list[Data], explanations: dict[str, str]) -> str:
+    """The whole page."""
+    by_part = of_parts(results)
+    rows = all_rows(by_part)
+    measured = [row for row in rows if row.ours is not None]
+    met = sum(row.missed is None for row in measured)
+    parts = [
+        HEAD.format(date=targets.QUOTED_ON, share=targets.OF_BEST_PEER),
+        f"{len(rows)} rows: {met} met, {len(measured) - met} missed, {len(rows) - len(measured)} not measured.",
+    ]
+    for name in dict.fromkeys(row.target.table for row in rows):
+        own = [row for row in rows if row.target.table == name]
+        header = ["row", "floor", f"others, {targets.QUOTED_ON}", "best other, same run", "ours", "target", ""]
+        parts.append(f"## {name}\n\n{table(header, map(cells, own))}")
+        reasons = [
+            f"- **{row.target.label}** ({row.verdict}): {explanations.get(row.target.name, 'not explained yet.')}"
+            for row in own
+            if row.ours is not None and row.missed is not None
+        ]
+        if reasons:
+            parts.append("Why not:\n\n" + "\n".join(reasons))
+        parts += [part for part in (_sources(own, by_part), _more(own[0].target.part, by_part)) if part]
+    parts += _without_targets(by_part)
+    return "\n\n".join(parts) + "\n"
+
+
+def _sources(rows: list[Row], by_part: dict[str, Data]) -> str:
+    """Where a table's figures come from."""
+    return "\n\n".join(
+        source(by_part[part]) for part in dict.fromkeys(row.target.part for row in rows) if part in by_part
+    )
+
+
+def source(result: Data, folder: str = "../benchmarks/results") -> str:
+    """A results file in words: the machine, versions, the file, and what was not installed."""
+    here = result["environment"]
+    absent = sorted(name for name, version in result.get("peers", {}).items() if version == "not installed")
+    words = (
+        f"{here['gpu'] or here['cpu']}, torch {here['torch']}, Triton {here['triton']}: "
+        f"[{result['file']}]({folder}/{result['file']})"
+    )
+    return words + (f"; not installed: {', '.join(absent)}" if absent else "")
+
+
+def _more(part: str, by_part: dict[str, Data]) -> str:
+    """What a table's part has beside the rows with targets."""
+    if part.startswith("steps-"):
+        found = [row for name, result in sorted(by_part.items()) if name.startswith("steps-") for row in result["rows"]]
+        return _configurations(found)
+    if part == "scaling" and part in by_part:
+        rows = by_part[part]["rows"]
+        lines = [
+            [f"{row['configuration']}, {row['axis']} {row['size']:,}", *map(_plain, _numbers(row))] for row in rows
+        ]
+        header = ["size", "step, ms", "floor, ms", "of floor"]
+        return f"![step time and share of the floor against tokens, width and depth]({CHART})\n\n{table(header, lines)}"
+    return ""
+
+
+def _numbers(row: Data) -> tuple[float, float, float]:
+    return row["device_ms"], row["floor_ms"], row["of_floor"]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _configurations(rows: list[Data]) -> str:
+    """Every configuration of the whole steps, with its dtypes."""
+    if not rows:
+        return ""
+    lines: list[list[str]] = []
+    for row in rows:
+        name = f"{row['model'].upper()}: {row['configuration']}"
+        dtypes = f"{row['weights']} / {row['moments']} / {row['masters']}"
+        if "failed" in row:
+            lines.append([name, dtypes, "failed", "", "", "", ""])
+            continue
+        over = row["over_native"]
+        lines.append(
+            [
+                name,
+                dtypes,
+                f"{row['device_ms']:.2f} / {row['wall_ms']:.2f}",
+                f"{row['host_ms']:.2f}",
+                f"{row['of_floor']:.2f}",
+                "" if over is None else f"{over:.2f}×",
+                f"{row['peak_reserved_bytes'] / 1e9:.2f} GB",
+            ]
+        )
+    header = ["configuration", "weights / moments / masters", "device / wall, ms", "host, ms", "of floor"]
+    return table([*header, "over native amp", "reserved"], lines)
+
+
+def _without_targets(by_part: dict[str, Data]) -> Iterator[str]:
+    """Measurements that no target is set for."""
+    if "mlp" in by_part:
+        lines = [
+            [
+                f"{row['tokens']} × {row['width']} × {row['hidden']} {row['activation']}, {row['implementation']}",
+                f"{row['device_ms']:.3f}",
+                f"{row['products_ms']:.3f}",
+                f"{row['over_torch']:.2f}×",
+            ]
+            for row in by_part["mlp"]["rows"]
+        ]
+        header = ["tokens × width × features, implementation", "ms", "its products alone, ms", "over torch"]
+        yield f"## LayerNormMLP, forward and backward\n\n{table(header, lines)}\n\n{source(by_part['mlp'])}"
+    if "pieces" in by_part:
+        lines = [
+            [
+                f"{row['operation']} {row['shape'].replace('x', '×')}, {row['implementation']}",
+                *(["failed", "", "", ""] if "failed" in row else _piece(row)),
+            ]
+            for row in by_part["pieces"]["rows"]
+        ]
+        header = ["operation", "µs", "floor, µs", "of floor", "host, µs"]
+        yield (
+            "## Rotary embedding and cross entropy of logits, forward and backward\n\n"
+            f"{table(header, lines)}\n\n{source(by_part['pieces'])}"
+        )
+
+
+def _piece(row: Data) -> list[str]:
+    return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", f"{row['host_us']:.0f}"]
+
+
+def explained() -> dict[str, str]:
+    """The explanations of missed rows."""
+    found: dict[str, str] = json.loads(EXPLANATIONS.read_text())
+    return found
+
+
+def unexplained(rows: list[Row], explanations: dict[str, str]) -> list[str]:
+    """What is wrong with the explanations: missed rows without one, and those that are not of a missed row."""
+    missed = {row.target.name for row in rows if row.ours is not None and row.missed is not None}
+    return [
+        *(f"{name} misses its target and has no explanation" for name in sorted(missed - explanations.keys())),
+        *(f"{name} has an explanation and is not missed" for name in sorted(explanations.keys() - missed)),
+    ]
