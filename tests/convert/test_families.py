@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import convert
+from fusestep.convert.deferred import DeferredLogits
 from fusestep.convert.linears import FP8Linear
 from fusestep.fp8 import Float8CurrentScaling
 from fusestep.optim import FusedAdam
@@ -72,6 +73,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+#: Beside the six: logits that are capped, or scaled, before the loss.
+CHANGED_LOGITS = {
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SHAPE | {"head_dim": 8, "final_logit_softcapping": 3.0}),
+    "cohere": ("CohereForCausalLM", "CohereConfig", SHAPE | {"logit_scale": 0.0625}),
+}
 #: Modules that are swapped in the small models: norms, MLPs or activations, blocks, and the model with its loss.
 SWAPPED = {"llama": 10, "qwen3": 14, "mistral": 10, "gemma": 10, "t5": 17, "gpt2": 10}
 #: Residual adds that are done in the next norm, in a forward.
@@ -90,7 +96,7 @@ def library() -> Any:
 
 def build(library: Any, family: str, seed: int = 0) -> nn.Module:
     """A model from its configuration, with norms and biases away from 1 and 0."""
-    model_name, config_name, options = FAMILIES[family]
+    model_name, config_name, options = (FAMILIES | CHANGED_LOGITS)[family]
     torch.manual_seed(seed)
     model: nn.Module = getattr(library, model_name)(getattr(library, config_name)(**options))
     with torch.no_grad():
@@ -188,6 +194,35 @@ def test_ten_steps_train_alike(library: Any, family: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
     assert losses[0][-1] < losses[0][0]
     assert distance(states[1], states[0]) < 1e-4
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CHANGED_LOGITS])
+def test_training_with_labels_holds_no_logits(library: Any, family: str) -> None:
+    """Loss and gradients as before, as Trainer calls it too; the logits for those who ask."""
+    model = build(library, family).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, 0.0)
+    plain = copy.deepcopy(model)
+    assert convert(model).rows[0].became == "FusedCausalLM"
+    given = batch()
+    given["labels"][0, 2:5] = -100
+    options: list[dict[str, Any]] = [{}] if family == "t5" else [{}, {"num_items_in_batch": torch.tensor(50)}]
+    for more in options:
+        outputs = [one(**given, **more) for one in (plain, model)]
+        assert isinstance(outputs[1].logits, DeferredLogits)
+        assert outputs[1].logits.losses == 1
+        torch.testing.assert_close(outputs[1].loss, outputs[0].loss, rtol=1e-5, atol=0)
+        gradients = [torch.autograd.grad(out.loss, list(one.parameters()), retain_graph=True, allow_unused=True)
+                     for one, out in zip((plain, model), outputs, strict=True)]  # fmt: skip
+        whole = [torch.cat([g.flatten() for g in found if g is not None]) for found in gradients]
+        assert distance(whole[1], whole[0]) < 1e-5
+        assert distance(outputs[1].logits.tensor().detach(), outputs[0].logits.detach()) < 1e-5
+    with torch.no_grad():
+        assert isinstance(model.eval()(**given).logits, Tensor)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "gpt2"])
