@@ -11,7 +11,6 @@ modules and looked up at the others, which spares the host most of it and lets a
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -66,7 +65,7 @@ class Pending:
         recorded = self._recorded
         if not recorded and not self._begun:
             return
-        if "torch._dynamo" in sys.modules:
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             _without_compiling()(self, recorded)
         else:
             self._roll_all(recorded)
@@ -107,7 +106,7 @@ class Pending:
 
 @functools.cache
 def _without_compiling() -> Callable[[Pending, dict[Reference, Any]], None]:
-    """Rolls as they are where a region begins in a function that torch.compile traces; its import takes a second."""
+    """Rolls as they are where a region begins in a function that torch.compile traces, or between its graphs."""
     unseen: Callable[[Pending, dict[Reference, Any]], None] = torch.compiler.disable(Pending._roll_all)
     return unseen
 

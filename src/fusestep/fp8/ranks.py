@@ -31,10 +31,10 @@ def region_group(recipe: object, group: ProcessGroup | None) -> ProcessGroup | N
 
     Args: group: as given; None: all ranks.
     """
+    if not isinstance(recipe, DelayedScaling) or not recipe.reduce_amax:
+        return None
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    if not isinstance(recipe, DelayedScaling) or not recipe.reduce_amax:
         return None
     chosen = distributed.group.WORLD if group is None else group
     return chosen if chosen is not None and chosen.size() > 1 else None

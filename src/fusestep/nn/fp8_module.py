@@ -127,9 +127,12 @@ class FP8Module(QuantizedWeights):
             return stateless
         if "_is_replica" in self.__dict__:
             raise self._shared_state()
+        state = self.fp8_state
         if not records:
-            return passing_casts(recipe, self.fp8_state, len(self.SLOTS), self._first_weight().device)
-        state = self._recorded_state(region, recipe)
+            return passing_casts(recipe, state, len(self.SLOTS), self._first_weight().device)
+        if state is None or state.recipe is not recipe or self._has_unrolled:
+            state = self.shared_state(recipe)
+        region.pending.add(state, region.group)
         casts: Any = self._casts
         if (
             casts is None

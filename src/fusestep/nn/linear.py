@@ -44,11 +44,13 @@ from fusestep.nn.products import (
     weight_gradient,
 )
 from fusestep.nn.quantized_weights import whole
-from fusestep.ops.registry import is_plain
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
 _OPERANDS = INPUT, WEIGHT
+
+#: Tensors that hide nothing from kernels.
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 class Linear(FP8Module):
@@ -192,7 +194,12 @@ class Linear(FP8Module):
 
     def _by_plan(self, x: Tensor, region: Region) -> Tensor | None:
         """y in FP8 by a plan (planned_linear.py), None where there is none for the call."""
-        if self.return_bias or self._parallel is not None or torch._C._are_functorch_transforms_active():
+        if (
+            self.return_bias
+            or self._parallel is not None
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+        ):
             return None
         parameters = self._parameters
         weight: Any = parameters.get("weight")
@@ -206,7 +213,7 @@ class Linear(FP8Module):
             return None
         else:
             weight, sources, bias = self._weight_and_bias()
-        if not (is_plain(x) and is_plain(weight)):
+        if type(x) not in _PLAIN or type(weight) not in _PLAIN:
             return None
         grad = torch.is_grad_enabled()
         key = call_key(x, weight, bias, (grad and x.requires_grad, grad and weight.requires_grad))

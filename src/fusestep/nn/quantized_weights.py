@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusestep.fp8.casting import is_counting
 from fusestep.fp8.casts import Casts
 from fusestep.fp8.copies import WeightCopies, attach
-from fusestep.fp8.held import Part, part_of
+from fusestep.fp8.held import ATTRIBUTE, Part, part_of
 from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.state import Slots
 from fusestep.fp8.tensor import Float8Tensor
@@ -116,10 +116,20 @@ class QuantizedWeights(nn.Module):
 
         For training with gradients enabled.
         """
-        # What the optimizer casts is not counted, and what is computed from parameters has no optimizer.
-        if is_counting() or not all(map(_is_leaf, sources)):
+        if is_counting():  # what the optimizer casts is not counted
             return None
-        copies = self._copies_of(sources, index, casts, transposed)
+        known = None if self._asked is None else self._asked.get(index)
+        if (
+            known is not None
+            and known[0] is casts
+            and _hold(sources, known[2])
+            and (known[1].form.transposed or not transposed)
+        ):
+            copies = known[1]
+        elif all(map(_is_leaf, sources)):  # what is computed from parameters has no optimizer
+            copies = self._ask_for_copies(sources, index, casts, transposed)
+        else:
+            return None
         return copies if copies.quantized is not None and copies.is_current(*sources) else None
 
     def _keeps(self, grad: bool) -> bool:
@@ -136,25 +146,23 @@ class QuantizedWeights(nn.Module):
         """Forget the casts that micro-batches share; `fusestep.refresh` calls this after a write through `.data`."""
         self.__dict__["_cached"] = None
 
-    def _copies_of(self, sources: tuple[Tensor, ...], index: int, casts: Casts, transposed: bool) -> WeightCopies:
+    def _ask_for_copies(self, sources: tuple[Tensor, ...], index: int, casts: Casts, transposed: bool) -> WeightCopies:
         """The copies that the optimizer is asked to write, at least with what this call needs."""
-        asked = self._asked
-        if asked is None:
-            asked = self.__dict__["_asked"] = {}
-        known = asked.get(index)
-        if known is not None and known[0] is casts:
-            # What a parameter holds is one object as long as nobody gives it other copies.
-            _, copies, parts = known
-            is_same = (
-                part_of(sources[0]) is parts[0] if len(sources) == 1 else all(map(is_, map(part_of, sources), parts))
-            )
-            if is_same and (copies.form.transposed or not transposed):
-                return copies
+        if self._asked is None:
+            self.__dict__["_asked"] = {}
+        assert self._asked is not None
         slots = None if self.fp8_state is None else self.fp8_state.slots
         assert self._recipe is not None
         copies = attach(sources, self._recipe, slots, index, transposed=transposed)
-        asked[index] = casts, copies, tuple([part_of(source) for source in sources])
+        self._asked[index] = casts, copies, tuple([part_of(source) for source in sources])
         return copies
+
+
+def _hold(sources: tuple[Tensor, ...], parts: tuple[Part[Any] | None, ...]) -> bool:
+    """Whether parameters hold these parts of copies: one object each, as long as nobody gives them other copies."""
+    if len(sources) == 1:
+        return getattr(sources[0], ATTRIBUTE, None) is parts[0]
+    return all(map(is_, map(part_of, sources), parts))
 
 
 def whole(weight: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

@@ -70,7 +70,11 @@ class PlannedBlockProduct:
         x_kept, x_scales, weight_kept, weight_scales = kept
         dx = dweight = None
         if x_needed:
-            dx = self._dx(data, scales, as_right(weight_kept), as_right(weight_scales), None)
+            if weight_kept.stride(0) != 1 or weight_scales.stride(0) != 1:
+                weight_kept, weight_scales = as_right(weight_kept), as_right(weight_scales)
+            dx = self._dx(data, scales, weight_kept, weight_scales, None)
         if weight_needed:
-            dweight = self._dweight(transposed, transposed_scales, as_right(x_kept), as_right(x_scales), None)
+            if x_kept.stride(0) != 1 or x_scales.stride(0) != 1:
+                x_kept, x_scales = as_right(x_kept), as_right(x_scales)
+            dweight = self._dweight(transposed, transposed_scales, x_kept, x_scales, None)
         return dx, dweight

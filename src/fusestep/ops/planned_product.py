@@ -68,6 +68,7 @@ class PlannedProduct:
 
         Args: weight: as it is; known: as it was cast, where the plan is for one that was.
         """
+        x_data: Any
         x_kept: Tensor | None
         weight_kept: Tensor | None
         if known is None:
@@ -94,20 +95,21 @@ class PlannedProduct:
         x_kept, x_scale_inv, weight_kept, weight_scale_inv = kept
         dx = dweight = None
         if x_needed:
-            weight_kept = as_right(weight_kept)
+            if weight_kept.stride(0) != 1:
+                weight_kept = as_right(weight_kept)
             dx = torch._scaled_mm(data, weight_kept, scale_inv, weight_scale_inv, None, None, self._x_dtype, False)
         if weight_needed:
-            x_kept = as_right(x_kept)
+            if x_kept.stride(0) != 1:
+                x_kept = as_right(x_kept)
             dweight = torch._scaled_mm(
                 transposed, x_kept, scale_inv, x_scale_inv, None, None, self._weight_dtype, False
             )
         return dx, dweight
 
 
-def as_right(kept: Tensor | None) -> Tensor:
-    """A right operand, with its strides again where it lost them as it was kept: hooks for saved tensors may copy."""
-    assert kept is not None
-    return kept if kept.stride(0) == 1 else kept.t().contiguous().t()
+def as_right(kept: Tensor) -> Tensor:
+    """A right operand that hooks for saved tensors copied, with the strides that it lost."""
+    return kept.t().contiguous().t()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
