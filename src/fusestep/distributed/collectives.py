@@ -44,25 +44,25 @@ def added(x: Tensor, group: Any) -> Tensor:
 
 def gathered(x: Tensor, dim: int, group: Any) -> Tensor:
     """The slices of all ranks along `dim`; the gradients of all ranks add up."""
-    y: Tensor = _Gathered.apply(x, dim, group)
+    y: Tensor = _Gathered.apply(x, dim % x.dim(), group)
     return y
 
 
 def scattered(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's slice, along `dim`, of the sum of the tensors of all ranks; the group's size divides `dim`."""
-    y: Tensor = _Scattered.apply(x, dim, group)
+    y: Tensor = _Scattered.apply(x, dim % x.dim(), group)
     return y
 
 
 def joined(x: Tensor, dim: int, group: Any) -> Tensor:
     """The slices of all ranks along `dim`, of which each rank computes the same afterwards."""
-    y: Tensor = _Joined.apply(x, dim, group)
+    y: Tensor = _Joined.apply(x, dim % x.dim(), group)
     return y
 
 
 def sliced(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's slice, along `dim`, of what all ranks have; the group's size divides `dim`."""
-    y: Tensor = _Sliced.apply(x, dim, group)
+    y: Tensor = _Sliced.apply(x, dim % x.dim(), group)
     return y
 
 

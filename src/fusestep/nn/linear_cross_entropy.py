@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
+from fusestep.distributed.collectives import joined
+from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, mark_split, tensor_parallel
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.ops.cross_entropy_rows import explain
 from fusestep.ops.linear_cross_entropy import WHO, Gradients, linear_cross_entropy
@@ -25,7 +28,12 @@ class LinearCrossEntropy(nn.Linear):
             out_features is the size of the vocabulary.
         ignore_index, label_smoothing, z_loss, softcap, reduction, gradients, accumulate_dtype, chunk_tokens: as of
             fusestep.linear_cross_entropy, which also says what is raised.
+        tp_group, sequence_parallel, sequence_dim: the ranks that share the vocabulary, each with its rows of weight and
+            bias; as of fusestep.linear_cross_entropy. `out_features`, the attribute, is then this rank's.
     """
+
+    # The ranks that share the vocabulary, if they do.
+    _parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -43,8 +51,19 @@ class LinearCrossEntropy(nn.Linear):
         gradients: Gradients = "auto",
         accumulate_dtype: torch.dtype = torch.float32,
         chunk_tokens: int | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
     ) -> None:
+        parallel = tensor_parallel(type(self).__name__, tp_group, sequence_parallel, sequence_dim)
+        if parallel is not None:
+            out_features = parallel.share("out_features", out_features)
+            self.__dict__["_parallel"] = parallel  # which torch's constructor asks for as it initialises
         super().__init__(in_features, out_features, bias, device, dtype)
+        if parallel is not None:
+            mark_split(self.weight, 0)
+            if self.bias is not None:
+                mark_split(self.bias, 0)
         self.softcap = softcap
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
@@ -56,6 +75,16 @@ class LinearCrossEntropy(nn.Linear):
             "chunk_tokens": chunk_tokens,
         }
 
+    def reset_parameters(self) -> None:
+        """Initialise as torch.nn.Linear does; ranks that share the vocabulary, their parts of the same matrix."""
+        if self._parallel is None:
+            super().reset_parameters()
+            return
+        bound = 1.0 / math.sqrt(self.in_features)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                fill_part(parameter, lambda full: nn.init.uniform_(full, -bound, bound), self._parallel)
+
     def forward(self, input: Tensor, target: Tensor, token_weights: Tensor | None = None) -> Tensor:  # type: ignore[override]  # noqa: A002
         """The loss.
 
@@ -66,12 +95,23 @@ class LinearCrossEntropy(nn.Linear):
         Returns: fp32 (fp64 for fp64), 0-d, or target's shape for reduction="none".
         """
         return linear_cross_entropy(
-            input, self.weight, target, self.bias, softcap=self.softcap, token_weights=token_weights, **self.options
+            input,
+            self.weight,
+            target,
+            self.bias,
+            softcap=self.softcap,
+            token_weights=token_weights,
+            tp_group=self._parallel,
+            **self.options,
         )
 
     def logits(self, input: Tensor) -> Tensor:  # noqa: A002
         """The logits themselves, (…, out_features), capped as the loss caps them; for generation."""
-        logits = super().forward(input)
+        parallel = self._parallel
+        if parallel is None:
+            logits = super().forward(input)
+        else:
+            logits = joined(super().forward(parallel.enter(input)), -1, parallel.group)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def implementation(self) -> Choice:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from fusestep import dispatch
+from fusestep.distributed.tensor_parallel import tensor_parallel
 from fusestep.errors import UserError
 from fusestep.ops.cross_entropy_kernel import compilations
+from fusestep.ops.cross_entropy_parts import Share, write_shared_rows
 from fusestep.ops.cross_entropy_rows import OPTIONS_SCHEMA, Options, statistics_dtype, uses_triton, write_rows
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
@@ -101,6 +103,35 @@ class _CrossEntropy(torch.autograd.Function):
         return run(dlosses, lse, logits, target, token_weights, *ctx.options), None, None, None, None
 
 
+class _SharedCrossEntropy(torch.autograd.Function):
+    """The loss of each row of which this rank has the logits of its part of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options, share: Share
+    ) -> Tensor:
+        losses = logits.new_empty(logits.shape[0], dtype=statistics_dtype(logits.dtype))
+        lse = torch.empty_like(losses)
+        write_shared_rows("cross_entropy", logits, target, token_weights, options, lse, share, losses=losses)
+        ctx.save_for_backward(logits, target, token_weights, lse)
+        ctx.options, ctx.share = options, share
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> Any:
+        refuse_second("cross_entropy")
+        logits, target, token_weights, lse = ctx.saved_tensors
+        gradient = logits.new_empty(logits.shape)
+        write_rows(
+            *("cross_entropy", logits, target, token_weights, ctx.options, lse),
+            upstream=dlosses,
+            gradient=gradient,
+            first=ctx.share.first,
+            vocabulary=ctx.share.vocabulary,
+        )
+        return gradient, None, None, None, None
+
+
 def refuse_second(who: str) -> None:
     """Raise UserError where the gradient of a gradient is asked for: in a backward with create_graph=True."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -120,6 +151,7 @@ def cross_entropy(
     softcap: float | None = None,
     reduction: Reduction = "mean",
     token_weights: Tensor | None = None,
+    tp_group: Any = None,
 ) -> Tensor:
     """torch.nn.functional.cross_entropy on class numbers, in one kernel forward and one backward.
 
@@ -127,6 +159,8 @@ def cross_entropy(
         input: (…, V) logits, fp32, bf16 or fp16 in the kernel, fp64 in the reference; the classes come last.
         target: (…) int64 or int32.
         ignore_index, label_smoothing, z_loss, softcap, reduction, token_weights: as of linear_cross_entropy.
+        tp_group: ranks that share the vocabulary: input has the logits of this rank's part, as many classes as the
+            others' and in order; target and the loss are the same on all ranks.
 
     Returns: the loss, fp32 (fp64 for fp64): 0-d, or (…) for reduction="none". NaN, on a GPU, where a target is neither
         a class nor ignore_index.
@@ -140,12 +174,22 @@ def cross_entropy(
             "bfloat16, float16 or float64."
         )
     options = checked_options(who, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    check_targets(who, target, token_weights, input.shape[:-1], input.shape[-1], ignore_index)
+    parallel = tensor_parallel(who, tp_group)
+    if parallel is not None and torch.compiler.is_compiling():
+        raise UserError(
+            f"{who}: torch.compile does not cross ranks; call it with tp_group outside of what is compiled."
+        )
+    vocabulary = input.shape[-1] * (1 if parallel is None else parallel.size)
+    check_targets(who, target, token_weights, input.shape[:-1], vocabulary, ignore_index)
     dispatch.one_device(who, input=input, target=target, token_weights=token_weights)
     rows = input.reshape(-1, input.shape[-1])
     target = target.reshape(-1).contiguous()
     weights = flat_weights(token_weights, input.dtype)
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if parallel is not None:
+            raise UserError(
+                f"{who}: transforms of torch.func do not cross ranks; leave tp_group out, or the transform."
+            )
         # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
         if uses_triton(who, input.device, input.dtype):
             dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
@@ -153,8 +197,12 @@ def cross_entropy(
     else:
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        plain = not torch.compiler.is_compiling() and is_plain(rows)
-        losses = _CrossEntropy.apply(rows, target, weights, options, plain)
+        if parallel is None:
+            plain = not torch.compiler.is_compiling() and is_plain(rows)
+            losses = _CrossEntropy.apply(rows, target, weights, options, plain)
+        else:
+            share = Share(parallel.group, (parallel.rank or 0) * rows.shape[1], vocabulary)
+            losses = _SharedCrossEntropy.apply(rows, target, weights, options, share)
     if reduction == "none":
         return losses.view(input.shape[:-1])
     total = losses.sum()

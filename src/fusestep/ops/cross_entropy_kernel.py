@@ -48,6 +48,42 @@ def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr):
 
 
 @triton.jit
+def _walk(
+    row_ptr,
+    lane,
+    place,
+    stop,
+    columns,
+    softcap,
+    SMOOTHS: tl.constexpr,
+    CAPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """(peak, mass, total) of the logits before `stop`: the largest, Σ exp(y − peak) and Σ y, 0 unless it SMOOTHS.
+
+    Without any but −∞, the peak is −∞ and the mass 0.
+    """
+    top = tl.full([LANES, 1], float("-inf"), tl.float32)
+    mass = tl.zeros([LANES, 1], tl.float32)
+    total = tl.zeros([LANES, 1], tl.float32)
+    for start in range(0, stop, LANES * VECTOR):
+        column = start + place
+        mask = (start + lane < columns) if PADDED else (column < columns)
+        y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
+        if SMOOTHS:
+            total += tl.sum(tl.where(column < columns, y, 0.0), axis=1, keep_dims=True)
+        higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(y - shift), axis=1, keep_dims=True)
+        top = higher
+    peak = tl.max(tl.max(top, axis=1), axis=0)
+    mass = tl.sum(tl.sum(mass * tl.exp(top - tl.where(peak == float("-inf"), 0.0, peak)), axis=1), axis=0)
+    return peak, mass, tl.sum(tl.sum(total, axis=1), axis=0)
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # rows of `columns` logits, row_stride apart
     target_ptr,  # (rows,) int64 or int32
@@ -87,22 +123,9 @@ def _cross_entropy_kernel(
         lse = tl.load(lse_ptr + row)
         base, share = lse, 1.0
     else:
-        top = tl.full([LANES, 1], float("-inf"), tl.float32)
-        mass = tl.zeros([LANES, 1], tl.float32)
-        total = tl.zeros([LANES, 1], tl.float32)
-        for start in range(0, tl.where(is_counted, columns, 0), LANES * VECTOR):
-            column = start + place
-            mask = (start + lane < columns) if PADDED else (column < columns)
-            y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
-            if SMOOTHS:
-                total += tl.sum(tl.where(column < columns, y, 0.0), axis=1, keep_dims=True)
-            higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(y - shift), axis=1, keep_dims=True)
-            top = higher
-        peak = tl.max(tl.max(top, axis=1), axis=0)
+        stop = tl.where(is_counted, columns, 0)
+        peak, mass, total = _walk(row_ptr, lane, place, stop, columns, softcap, SMOOTHS, CAPS, PADDED, LANES, VECTOR)
         peak = tl.where(peak == float("-inf"), 0.0, peak)
-        mass = tl.sum(tl.sum(mass * tl.exp(top - peak), axis=1), axis=0)
         mass = tl.where(is_counted, mass, 1.0)
         rest = tl.log(mass)
         base, share = peak, 1.0 / mass
@@ -115,7 +138,7 @@ def _cross_entropy_kernel(
         # From the largest logit down, since lse less a logit would lose digits where both are large.
         loss = rest + (1.0 - label_smoothing) * (peak - picked) + z_loss * lse * lse
         if SMOOTHS:
-            loss += label_smoothing * (peak - tl.sum(tl.sum(total, axis=1), axis=0) / vocabulary)
+            loss += label_smoothing * (peak - total / vocabulary)
         loss = tl.where(is_known, loss * weight, float("nan"))
         tl.store(losses_ptr + row, tl.where(is_counted, loss, 0.0))
         tl.store(lse_ptr + row, lse)

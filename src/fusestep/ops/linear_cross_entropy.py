@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fusestep import dispatch
+from fusestep.distributed.tensor_parallel import TensorParallel, tensor_parallel
 from fusestep.errors import UserError
 from fusestep.ops.cross_entropy import (
     FLOATING,
@@ -35,6 +36,7 @@ from fusestep.ops.cross_entropy import (
     refuse_second,
 )
 from fusestep.ops.cross_entropy_kernel import compilations
+from fusestep.ops.cross_entropy_parts import Share
 from fusestep.ops.cross_entropy_rows import Options, statistics_dtype, uses_triton
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.linear_cross_entropy_ops import (
@@ -49,6 +51,7 @@ from fusestep.ops.linear_cross_entropy_passes import FP16_FACTOR, OP
 from fusestep.ops.registry import Op, Proof, catalogue, is_plain, relative_error
 
 WHO = OP
+_GRAPH_BREAK = "ranks that share a vocabulary exchange numbers in the middle of the operation"
 Gradients = Literal["auto", "forward", "recompute"]
 
 
@@ -63,6 +66,7 @@ class _Call(NamedTuple):
         chunk: tokens a chunk; 0 for the rule.
         factor: what gradients that are computed in the forward are multiplied by, until backward divides by it.
         plain: whether nothing watches or traces the call.
+        share: this rank's part of the vocabulary, None for all of it.
     """
 
     options: Options
@@ -72,6 +76,7 @@ class _Call(NamedTuple):
     chunk: int
     factor: float
     plain: bool
+    share: Share | None
 
 
 def linear_cross_entropy_reference(
@@ -94,9 +99,12 @@ class _Recomputing(torch.autograd.Function):
         token_weights: Tensor | None,
         call: _Call,
     ) -> Tensor:
-        run = run_losses if call.plain else linear_cross_entropy_losses
+        operands = (x, weight, bias, target, token_weights, call.dtype, call.chunk, *call.options)
         losses: Tensor
-        losses, lse = run(x, weight, bias, target, token_weights, call.dtype, call.chunk, *call.options)
+        if call.plain or call.share is not None:
+            losses, lse = run_losses(*operands, share=call.share)
+        else:
+            losses, lse = linear_cross_entropy_losses(*operands)
         ctx.save_for_backward(lse, x, weight, bias, target, token_weights)
         ctx.call = call
         return losses
@@ -105,8 +113,11 @@ class _Recomputing(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> Any:
         refuse_second(WHO)
         call: _Call = ctx.call
-        run = run_recomputed if call.plain and is_plain(dlosses) else linear_cross_entropy_recomputed
-        gradients = run(dlosses, *ctx.saved_tensors, call.dtype, *call.wanted, *call.options)
+        operands = (dlosses, *ctx.saved_tensors, call.dtype, *call.wanted, *call.options)
+        if (call.plain and is_plain(dlosses)) or call.share is not None:
+            gradients = run_recomputed(*operands, share=call.share)
+        else:
+            gradients = linear_cross_entropy_recomputed(*operands)
         found = (gradient if wanted else None for gradient, wanted in zip(gradients, call.wanted, strict=True))
         return *found, None, None, None
 
@@ -128,12 +139,13 @@ class _InForward(torch.autograd.Function):
         upstream: Tensor,
         call: _Call,
     ) -> Tensor:
-        run: Any = run_gradients if call.plain else linear_cross_entropy_gradients
         within = upstream if call.factor == 1.0 else upstream * call.factor
-        losses, dx, dweight, dbias = run(
-            *(x, weight, bias, target, token_weights, within),
-            *(call.dtype, call.sum_dtype, *call.wanted, call.chunk, *call.options),
-        )
+        operands: tuple[Any, ...] = (x, weight, bias, target, token_weights, within, call.dtype, call.sum_dtype)
+        operands += (*call.wanted, call.chunk, *call.options)
+        if call.plain or call.share is not None:
+            losses, dx, dweight, dbias = run_gradients(*operands, share=call.share)
+        else:
+            losses, dx, dweight, dbias = linear_cross_entropy_gradients(*operands)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.call = call
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -175,6 +187,9 @@ def linear_cross_entropy(
     gradients: Gradients = "auto",
     accumulate_dtype: torch.dtype = torch.float32,
     chunk_tokens: int | None = None,
+    tp_group: Any = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
 ) -> Tensor:
     """cross_entropy(x · weightᵀ + bias, target), without holding all logits.
 
@@ -198,20 +213,47 @@ def linear_cross_entropy(
             rounded once more for each chunk, by at most 2⁻⁹ of an element's sum so far.
         chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or as many as the
             weight has if that is more.
+        tp_group: ranks that share the vocabulary: weight (V / ranks, width) and bias are this rank's rows, in order.
+            target and the loss are the same on all ranks, and so is x, whose gradient is added over them, unless
+        sequence_parallel: x is this rank's slice of the sequence, along `sequence_dim`, and so is its gradient. No rank
+            ever has logits of all classes: the ranks exchange four numbers for each token (cross_entropy_parts.py).
 
     Returns: the loss in fp32 (fp64 for fp64), 0-d, or of target's shape for "none". NaN, with NaN gradients, where a
         target on a GPU is neither a class nor ignore_index; NaN for the mean over no token, with gradients of 0.
     Raises: UserError, before anything is launched, for arguments that do not fit, and on the CPU for such a target;
         and in a backward with create_graph=True, since the gradient has none.
     """
+    parallel = tensor_parallel(WHO, tp_group, sequence_parallel, sequence_dim)
+    compiling = torch.compiler.is_compiling()
+    if parallel is not None and compiling:
+        return torch.compiler.disable(linear_cross_entropy, reason=_GRAPH_BREAK)(
+            x,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            reduction=reduction,
+            token_weights=token_weights,
+            gradients=gradients,
+            accumulate_dtype=accumulate_dtype,
+            chunk_tokens=chunk_tokens,
+            tp_group=parallel,
+        )
     options = checked_options(WHO, ignore_index, label_smoothing, z_loss, softcap, reduction)
     dtype = _check_operands(x, weight, bias, target, token_weights)
-    check_targets(WHO, target, token_weights, x.shape[:-1], weight.shape[0], ignore_index)
+    ranks = 1 if parallel is None else parallel.size
+    check_targets(WHO, target, token_weights, _seen_by(parallel, x.shape[:-1]), ranks * weight.shape[0], ignore_index)
     sum_dtype = _check_modes(dtype, reduction, gradients, accumulate_dtype, chunk_tokens)
+    share = None
+    if parallel is not None:
+        x = parallel.enter(x)
+        share = Share(parallel.group, (parallel.rank or 0) * weight.shape[0], ranks * weight.shape[0])
     shape = target.shape
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
     weights = flat_weights(token_weights, dtype)
-    compiling = torch.compiler.is_compiling()
     is_differentiated = torch.is_grad_enabled()
     wanted = (
         is_differentiated and rows.requires_grad,
@@ -219,6 +261,10 @@ def linear_cross_entropy(
         is_differentiated and bias is not None and bias.requires_grad,
     )
     if not compiling and torch._C._are_functorch_transforms_active():
+        if share is not None:
+            raise UserError(
+                f"{WHO}: transforms of torch.func do not cross ranks; leave tp_group out, or the transform."
+            )
         # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
         if uses_triton(WHO, x.device, dtype):
             dispatch.announce(WHO, "transforms of torch.func work on PyTorch's own operations")
@@ -228,7 +274,7 @@ def linear_cross_entropy(
         factor = 1.0
         if dtype is torch.float16:  # where a gradient over many tokens would vanish before a loss scale could save it
             factor = FP16_FACTOR * (max(rows.shape[0], 1) if reduction == "mean" else 1)
-        call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, factor, plain)
+        call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, factor, plain, share)
         if reduction != "none" and gradients != "recompute" and any(wanted):
             if reduction == "mean":
                 upstream = divisor(target, weights, ignore_index).to(statistics_dtype(dtype)).reciprocal()
@@ -241,6 +287,15 @@ def linear_cross_entropy(
         return losses.view(shape)
     total = losses.sum()
     return total if reduction == "sum" else total / divisor(target, weights, ignore_index)
+
+
+def _seen_by(parallel: TensorParallel | None, shape: torch.Size) -> torch.Size:
+    """The leading dimensions of x on all ranks together."""
+    if parallel is None or parallel.sequence_dim is None or len(shape) <= parallel.sequence_dim:
+        return shape
+    sizes = list(shape)
+    sizes[parallel.sequence_dim] *= parallel.size
+    return torch.Size(sizes)
 
 
 def _check_operands(

@@ -1,6 +1,7 @@
 """The raw ops of linear_cross_entropy: a pass of linear_cross_entropy_passes.py each, on operands as they are given.
 
-`run_…` are what the ops do: they cast the operands and work out the chunks. x is (tokens, width).
+`run_…` are what the ops do: they cast the operands and work out the chunks. x is (tokens, width). Of a vocabulary that
+ranks share they are called themselves, as an op takes no process group.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusestep.ops import linear_cross_entropy_passes as passes
+from fusestep.ops.cross_entropy_parts import Share
 from fusestep.ops.cross_entropy_rows import OPTIONS_SCHEMA, Options, statistics_dtype
 from fusestep.ops.registry import define
 
@@ -24,11 +26,14 @@ def run_losses(
     dtype: torch.dtype,
     chunk: int,
     *options: Any,
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(losses, lse) of operands that are cast to `dtype`; chunk 0 is the rule's."""
     chunk = chunk or passes.chunk_of(x.shape[0], weight.shape[0], weight.shape[1], dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return passes.losses_pass(*_cast(x, weight, bias, dtype), target, token_weights, Options(*options), chunk)
+        return passes.losses_pass(
+            *_cast(x, weight, bias, dtype), target, token_weights, Options(*options), chunk, share
+        )
 
 
 def run_gradients(
@@ -45,6 +50,7 @@ def run_gradients(
     bias_wanted: bool,
     chunk: int,
     *options: Any,
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(losses, dx, dweight, dbias) of operands that are cast to `dtype`; empty for a gradient that is not wanted."""
     chunk = chunk or passes.chunk_of(x.shape[0], weight.shape[0], weight.shape[1], dtype)
@@ -58,6 +64,7 @@ def run_gradients(
             chunk,
             sum_dtype,
             (x_wanted, weight_wanted, bias_wanted),
+            share,
         )
     dx, dweight, dbias = (losses.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return losses, dx, dweight, dbias
@@ -76,6 +83,7 @@ def run_recomputed(
     weight_wanted: bool,
     bias_wanted: bool,
     *options: Any,
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) in the dtypes of x, weight and bias; empty for a gradient that is not wanted."""
     columns = passes.slice_of(x.shape[0], weight.shape[0], dtype)
@@ -92,6 +100,7 @@ def run_recomputed(
             columns,
             weight_dtype,
             (x_wanted, weight_wanted, bias_wanted),
+            share,
         )
     return (
         lse.new_empty(0) if dx is None else dx.to(x.dtype),

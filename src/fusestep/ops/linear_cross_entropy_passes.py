@@ -8,6 +8,9 @@
   tokens: a product, gradients in its place, and two more. Here a row of the weight's gradient is complete in its slice,
   so that it is rounded once and needs no memory beside its own; the input's is a sum over slices.
 
+Where ranks share the vocabulary (cross_entropy_parts.py), weight, bias and their gradients are of this rank's part. So
+is the input's gradient, which the caller adds over the ranks.
+
 Products are torch's, into buffers that every chunk uses again. All sums are in a fixed order.
 """
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from fusestep import dispatch
 from fusestep.ops.cross_entropy_kernel import ROW_MULTIPLE
+from fusestep.ops.cross_entropy_parts import Share, write_shared_rows
 from fusestep.ops.cross_entropy_rows import Options, statistics_dtype, write_rows
 from fusestep.ops.dtypes import dtype_name
 
@@ -72,6 +76,7 @@ def losses_pass(
     token_weights: Tensor | None,
     options: Options,
     chunk: int,
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(losses, lse), (tokens,) each.
 
@@ -80,6 +85,7 @@ def losses_pass(
         weight: (vocabulary, width), bias: (vocabulary,), of x's dtype.
         target: (tokens,) int64 or int32; token_weights: (tokens,), in the dtype of statistics.
         chunk: tokens a chunk.
+        share: this rank's part of the vocabulary, None for all of it.
     """
     losses, lse = _statistics(x)
     buffer = _buffer(x, chunk, weight.shape[0])
@@ -87,7 +93,11 @@ def losses_pass(
         part = slice(start, start + chunk)
         logits = _logits(x[part], weight, bias, buffer)
         weights = None if token_weights is None else token_weights[part]
-        write_rows(OP, logits, target[part], weights, options, lse[part], losses=losses[part], padded=True)
+        rows = (OP, logits, target[part], weights, options, lse[part])
+        if share is None:
+            write_rows(*rows, losses=losses[part], padded=True)
+        else:
+            write_shared_rows(*rows, share, losses=losses[part], padded=True)
     return losses, lse
 
 
@@ -102,6 +112,7 @@ def gradients_pass(
     chunk: int,
     sum_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(losses, dx, dweight, dbias): the losses, and `upstream` times the gradients of their sum.
 
@@ -123,13 +134,11 @@ def gradients_pass(
         part = slice(start, start + chunk)
         logits = _logits(x[part], weight, bias, buffer)
         weights = None if token_weights is None else token_weights[part]
-        write_rows(
-            *(OP, logits, target[part], weights, options, lse[part]),
-            losses=losses[part],
-            upstream=upstream,
-            gradient=logits,
-            padded=True,
-        )
+        rows = (OP, logits, target[part], weights, options, lse[part])
+        if share is None:
+            write_rows(*rows, losses=losses[part], upstream=upstream, gradient=logits, padded=True)
+        else:
+            write_shared_rows(*rows, share, losses=losses[part], upstream=upstream, gradient=logits, padded=True)
         if dx is not None:
             product(logits, weight, dx[part])
         if dweight is not None:
@@ -151,6 +160,7 @@ def recomputing_pass(
     columns: int,
     weight_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
+    share: Share | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias): `upstream`, 0-d or (tokens,), times the gradients of each token's loss.
 
@@ -160,6 +170,7 @@ def recomputing_pass(
     Returns: dx in x's dtype, dweight in `weight_dtype`, dbias in the dtype of statistics.
     """
     vocabulary = weight.shape[0]
+    before, of_all = (0, vocabulary) if share is None else (share.first, share.vocabulary)
     x_wanted, weight_wanted, bias_wanted = wanted
     dx = None
     if x_wanted:
@@ -174,8 +185,8 @@ def recomputing_pass(
             *(OP, logits, target, token_weights, options, lse),
             upstream=upstream,
             gradient=logits,
-            first=first,
-            vocabulary=vocabulary,
+            first=before + first,
+            vocabulary=of_all,
             padded=True,
         )
         if dx is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusestep.compat.implementation import ran
 from fusestep.errors import UserError
 from fusestep.nn import functional
-from transformer_engine.pytorch._arguments import PACKAGE, check_ranks
+from transformer_engine.pytorch._arguments import PACKAGE
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -34,12 +34,11 @@ def parallel_cross_entropy(
         target: inp's leading dimensions, or as many elements in another shape, int64 or int32.
         label_smoothing: the share of the target that is spread evenly, in [0, 1].
         reduce_loss: give the mean.
-        dist_process_group: one rank.
+        dist_process_group: ranks that share the vocabulary; inp has this rank's part of the logits.
         ignore_idx: targets with this value have loss 0 and no gradient.
     Raises: UserError for shapes that do not fit, and on a CPU for a target that is neither a class nor ignore_idx; on a
         GPU such a target's loss is NaN.
     """
-    check_ranks("parallel_cross_entropy", dist_process_group)
     logits = inp if _input is None else _input
     if logits is None or target is None or logits.dim() != 3 or target.numel() != logits.shape[:-1].numel():
         shapes = [None if one is None else tuple(one.shape) for one in (logits, target)]
@@ -55,4 +54,5 @@ def parallel_cross_entropy(
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
         reduction="mean" if reduce_loss else "none",
+        tp_group=dist_process_group,
     )
