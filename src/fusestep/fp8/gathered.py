@@ -205,6 +205,9 @@ class GatheredWeight(Tensor):
 
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            # Down here nobody counts, and whether amaxes are of the values as they are now is told by their version.
+            torch.autograd.graph.increment_version([one._plain for one in _written(func, args, kwargs or {})])
         scaled = args[0].scaled if func in _KEPT and isinstance(args[0], GatheredWeight) else None
 
         def wrapped(tensor: Tensor) -> Tensor:
@@ -215,6 +218,16 @@ class GatheredWeight(Tensor):
             return tensor if scaled is None else GatheredWeight(tensor, scaled)
 
         return tree_map_only(Tensor, wrapped, result)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GatheredWeight]:
+    """What an operation wrote into."""
+    found: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in found if isinstance(one, GatheredWeight)]
 
 
 #: Operations whose result is still of the weight: those that FSDP2 shards, pads and moves it with.

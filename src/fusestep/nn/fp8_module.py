@@ -331,6 +331,25 @@ class FP8Module(QuantizedWeights):
             # Another model's weights: scales of the old ones would not fit them.
             self.fp8_state = None
 
+    # The entries of the state dict as attributes, by which torch.distributed.checkpoint finds what has them.
+
+    @property
+    def fp8_slots(self) -> Tensor:
+        return self._entry("fp8_slots")
+
+    @property
+    def fp8_history(self) -> Tensor:
+        return self._entry("fp8_history")
+
+    @property
+    def fp8_rolls(self) -> Tensor:
+        return self._entry("fp8_rolls")
+
+    def _entry(self, key: str) -> Tensor:
+        if self.fp8_state is None:
+            raise AttributeError(f"{type(self).__name__} has no {key} before its first training forward in FP8")
+        return self.fp8_state.as_dict()[key]
+
     def _load_fp8(self, saved: Mapping[str, Tensor]) -> None:
         state = self.fp8_state
         if state is None:
