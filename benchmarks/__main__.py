@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import compare, parts
+from benchmarks import compare, parts, peers
 from fusestep import hardware
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,7 +35,7 @@ PATIENCE = 90
 def show(part: parts.Part, document: dict[str, Any]) -> None:
     """Print the rows of one part as a table."""
     copy = document["copy_bytes_per_second"]
-    absent = [name for name, version in document["peers"].items() if version == parts.peers.NOT_INSTALLED]
+    absent = [name for name, version in document["peers"].items() if version == peers.NOT_INSTALLED]
     title = f"{part.name}: a copy reaches {copy / 1e12:.2f} TB/s (read + written); {document['seconds']:.0f} s"
     table = Table(title=title, caption=f"not installed: {', '.join(absent)}" if absent else None)
     for heading in part.module.COLUMNS:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks import peers, timing
 from fusestep import fp8
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fusestep.fp8.recipes import Recipe
 from fusestep.nn import Linear
 
 #: Tokens, input features, output features.
@@ -75,16 +76,21 @@ def measure(tokens: int, inputs: int, outputs: int, copy: float) -> list[dict[st
         error = check(layers[name], RECIPES[name], inputs)
         if not error < 0.08:
             raise SystemExit(f"{name} is wrong at {inputs} x {outputs}: relative error {error:.2e}; nothing was timed.")
+    failed: dict[str, str] = {}
     if peers.has("torchao"):
-        layers[TORCHAO] = peers.float8(nn.Sequential(nn.Linear(inputs, outputs, **options)))
+        layers[TORCHAO] = nn.Sequential(nn.Linear(inputs, outputs, **options))
+        try:
+            layers[TORCHAO] = peers.float8(layers[TORCHAO])
+        except Exception as problem:
+            failed[TORCHAO] = timing.in_words(problem)
     sets = timing.sets_needed(2 * tokens * (inputs + outputs))
     data = [torch.randn(tokens, inputs, **options, requires_grad=True) for _ in range(sets)]
     gradients = [torch.randn(tokens, outputs, **options) for _ in range(sets)]
-    calls = {name: step(layer, RECIPES.get(name), data, gradients) for name, layer in layers.items()}
-    stream = timing.new_stream()
-    graphs, failed = timing.captured(
-        calls | {"products": products(tokens, inputs, outputs)}, stream, {TORCHAO}, number=CALLS
-    )
+    able = {name: layer for name, layer in layers.items() if name not in failed}
+    calls = {name: step(layer, RECIPES.get(name), data, gradients) for name, layer in able.items()}
+    named = calls | {"products": products(tokens, inputs, outputs)}
+    graphs, why = timing.captured(named, timing.new_stream(), {TORCHAO}, number=CALLS)
+    failed |= why
     device = timing.device_times(graphs)
     del graphs
     events = timing.event_times({name: bound(call) for name, call in calls.items() if name not in failed})
@@ -122,9 +128,7 @@ def bound(call: Callable[[int], Any]) -> Callable[[], Any]:
     return lambda: call(0)
 
 
-def step(
-    layer: nn.Module, recipe: fp8.Recipe | None, data: list[Tensor], gradients: list[Tensor]
-) -> Callable[[int], Any]:
+def step(layer: nn.Module, recipe: Recipe | None, data: list[Tensor], gradients: list[Tensor]) -> Callable[[int], Any]:
     """Forward and backward of a layer, every gradient wanted; a region of its own where there is a recipe."""
     leaves = list(layer.parameters())
 
@@ -163,7 +167,7 @@ def products(tokens: int, inputs: int, outputs: int) -> Callable[[int], Any]:
     return call
 
 
-def check(layer: nn.Module, recipe: fp8.Recipe, inputs: int) -> float:
+def check(layer: Any, recipe: Recipe, inputs: int) -> float:
     """The largest relative distance of output and gradients from float64: FP8's own, about 4 % for random numbers."""
     x = torch.randn(999, inputs, device=timing.DEVICE, dtype=torch.bfloat16, requires_grad=True)
     with fp8.fp8_autocast(recipe=recipe):

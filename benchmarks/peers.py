@@ -85,7 +85,9 @@ class _QuackNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
-            y: Tensor = _QuackLayerNorm.apply(x, self.weight, self.bias, self.eps)
+            y: Tensor = _QuackLayerNorm.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, self.bias, self.eps
+            )
             return y
         made: Tensor = importlib.import_module("quack.rmsnorm").rmsnorm(x, self.weight, eps=self.eps)
         return made
@@ -113,20 +115,31 @@ def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Head product and mean loss of x (tokens, width), weight (V, width), target (tokens,)."""
     made: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     if has("liger"):
-        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-        made["liger"] = lambda x, weight, target: liger.LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+        made["liger"] = _liger_loss
     if has("quack"):
         _name_what_quack_cannot()
-        quack = importlib.import_module("quack.linear_cross_entropy")
-        made["quack"] = lambda x, weight, target: quack.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
+        made["quack"] = _quack_loss
     return made
+
+
+def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    loss: Tensor = module.LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
+    return loss
+
+
+def _quack_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    module = importlib.import_module("quack.linear_cross_entropy")
+    loss: Tensor = module.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
+    return loss
 
 
 def _name_what_quack_cannot() -> None:
     """Newer CUTLASS DSL hands QuACK 0.6 values that its cache of kernels has no key for; they are named by type."""
-    if importlib.util.find_spec("quack.gemm_runtime") is None:
+    try:
+        identity: Any = importlib.import_module("quack.gemm_runtime.identity")
+    except ImportError:  # another version: what it cannot do shows where it is timed
         return
-    identity = importlib.import_module("quack.gemm_runtime.identity")
     key = identity.semantic_value_key
 
     def named(value: Any, seen: Any = None) -> Any:
@@ -140,11 +153,12 @@ def _name_what_quack_cannot() -> None:
 
 def cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Mean loss of logits (tokens, V)."""
-    made: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-    if has("quack"):
-        quack = importlib.import_module("quack.cross_entropy")
-        made["quack"] = lambda logits, target: quack.cross_entropy(logits, target)
-    return made
+    return {"quack": _quack_cross_entropy} if has("quack") else {}
+
+
+def _quack_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = importlib.import_module("quack.cross_entropy").cross_entropy(logits, target)
+    return loss
 
 
 def float8(module: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fusestep import hardware
+from fusestep.graph.recovery import recovered_capture
 
 #: Where everything is measured; a CPU rehearses.
 DEVICE = torch.device("cuda" if hardware.devices() else "cpu")
@@ -91,7 +92,7 @@ def elapsed(call: Callable[[], Any]) -> float:
     call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))
 
 
 def copy_rate() -> float:
@@ -123,7 +124,8 @@ class Graph:
         if stream is not None:
             stream.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream):
+            # A capture that fails, as those of other libraries may, must not leave torch within it.
+            with recovered_capture(DEVICE), torch.cuda.graph(self.graph, stream=stream):
                 self._all()
 
     def _all(self) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import compare, parts, peers
 from benchmarks.__main__ import RESULTS
 from benchmarks.__main__ import report as reported
@@ -204,3 +205,42 @@ def test_rows_stop_when_the_time_is_over_and_what_there_is_is_kept(
 def test_libraries_that_are_absent_are_told() -> None:
     for name, version in peers.versions().items():
         assert (version == peers.NOT_INSTALLED) == (not peers.has(name)) or name == "quack"
+
+
+# ---- other libraries, by stand-ins
+
+
+class Doubled(torch.nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input) * 2
+
+
+def test_a_library_that_is_wrong_or_fails_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = parts.load("norms").module
+    options: dict[str, Any] = {"eps": norms.EPS, "dtype": torch.bfloat16}
+
+    class Fails(torch.nn.LayerNorm):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no kernel for this width")
+
+    makers = {"right": torch.nn.LayerNorm, "doubled": Doubled, "fails": Fails}
+    monkeypatch.setattr(norms.timing, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(
+        peers, "norms", lambda kind, width, *_: {n: lambda m=m: m(width, **options) for n, m in makers.items()}
+    )
+    monkeypatch.setattr(norms, "CHECKED", 30)
+    monkeypatch.setattr(norms, "COMPILES", False)
+    rows = {row["implementation"]: row for row in norms.measure("layer_norm", 40, 24, 1e12)}
+    assert {name for name, row in rows.items() if "failed" in row} == {"doubled", "fails"}
+    assert rows["doubled"]["failed"].startswith("wrong: relative error")
+    assert rows["fails"]["failed"] == "RuntimeError: no kernel for this width"
+    assert rows["right"]["forward_us"] > 0
+
+
+def test_our_own_wrong_results_end_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = parts.load("loss").module
+    monkeypatch.setattr(loss.timing, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(loss, "COMPILES", False)
+    monkeypatch.setattr(loss, "linear_cross_entropy", lambda x, w, t, **_: loss.whole(x, w, t) * 1.1)
+    with pytest.raises(SystemExit, match=r"fusestep.*wrong: relative error 1\.\d+e-01"):
+        loss.measure(40, 24, 96, {})

@@ -266,7 +266,8 @@ def _without_targets(by_part: dict[str, Data]) -> Iterator[str]:
 
 
 def _piece(row: Data) -> list[str]:
-    return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", f"{row['host_us']:.0f}"]
+    host = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
+    return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", host]
 
 
 def explained() -> dict[str, str]:
