@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import __main__ as command
 from benchmarks import compare, parts, peers
-from benchmarks.__main__ import RESULTS
-from benchmarks.__main__ import report as reported
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Rehearsed in one process; the rest start processes of their own, or take minutes.
@@ -160,7 +159,7 @@ def test_the_committed_results_are_as_fast_as_themselves_and_can_be_shown(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = parts.load(name)
-    path = compare.newest(RESULTS, "NVIDIA H200", name)
+    path = compare.newest(command.RESULTS, "NVIDIA H200", name)
     assert path is not None
     found = json.loads(path.read_text())
     assert not compare.slower(part, found, found)
@@ -173,13 +172,13 @@ def test_the_committed_results_are_as_fast_as_themselves_and_can_be_shown(
 
 def test_a_part_that_failed_or_was_cut_off_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = parts.load("adam")
-    problems, nothing = reported(part, tmp_path / "none.json", tmp_path, "failed with status 1")
+    problems, nothing = command.report(part, tmp_path / "none.json", tmp_path, "failed with status 1")
     assert (problems, nothing) == (["adam: failed with status 1"], None)
     file = tmp_path / "adam.json"
     row = adam_row(0.9) | {"floor_ms": 1.0, "host_ms": 1.0, "parameters": 1, "tensors": 1}
     whole = document(row) | {"copy_bytes_per_second": 4e12, "peers": {"liger": "not installed"}, "seconds": 3.0}
     file.write_text(json.dumps(whole))
-    problems, read = reported(part, file, tmp_path, "cut off after 3 s, 1 rows measured")
+    problems, read = command.report(part, file, tmp_path, "cut off after 3 s, 1 rows measured")
     assert problems == ["adam: cut off after 3 s, 1 rows measured"]
     assert read == whole
     assert "not installed: liger" in capsys.readouterr().out
@@ -205,6 +204,46 @@ def test_rows_stop_when_the_time_is_over_and_what_there_is_is_kept(
 def test_libraries_that_are_absent_are_told() -> None:
     for name, version in peers.versions().items():
         assert (version == peers.NOT_INSTALLED) == (not peers.has(name)) or name == "quack"
+
+
+@pytest.mark.parametrize(("share", "unfinished", "status"), [(0.9, False, 0), (0.5, False, 1), (0.9, True, 1)])
+def test_the_command_writes_results_and_exits_as_it_went(
+    share: float, unfinished: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"floor_ms": 1.0, "host_ms": 1.0, "parameters": 1, "tensors": 1}
+    made = document(adam_row(share) | more) | {"copy_bytes_per_second": 4e12, "peers": {}, "seconds": 3.0}
+    made |= {"unfinished": unfinished}
+
+    def run(name: str, file: Path, seconds: float, is_rehearsal: bool) -> str | None:
+        file.write_text(json.dumps(made))
+        return "cut off after 75 s, 1 rows measured" if unfinished else None
+
+    before = tmp_path / "before"
+    before.mkdir()
+    (before / "2026-01-01-nvidia-chip-9-adam.json").write_text(json.dumps(document(adam_row(0.9))))
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command.hardware, "devices", lambda: ["a GPU"])
+    arguments = ["benchmarks", "adam", "--out", str(tmp_path / "out"), "--against", str(before)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == status
+    else:
+        command.main()
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name.endswith("-nvidia-chip-9-adam" + (".unfinished" if unfinished else ".json"))
+    assert json.loads(file.read_text()) == made
+
+
+def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command.hardware, "devices", list)
+    for arguments, words in ((["adam"], "--rehearse runs tiny shapes here"), (["adams"], "unknown part adams")):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
 
 
 # ---- other libraries, by stand-ins
