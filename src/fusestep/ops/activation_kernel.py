@@ -11,6 +11,7 @@ import math
 import torch
 
 from fusestep.language import tl, triton
+from fusestep.ops.approximate import LOG2_E, exp2, reciprocal
 from fusestep.ops.launch import PreparedLaunch
 
 #: clamped_swiglu: where it clamps.
@@ -23,20 +24,30 @@ QUICK = 1.702
 FLAT = 32.0
 
 _TWICE_ROOT = tl.constexpr(2 * SQRT_2_OVER_PI)
+#: Of gelu's x and x³, as a power of two below one.
+_LINEAR_POWER = tl.constexpr(-2 * SQRT_2_OVER_PI * LOG2_E)
+_CUBIC_POWER = tl.constexpr(-2 * SQRT_2_OVER_PI * LOG2_E * CUBIC)
+_POWER = tl.constexpr(-LOG2_E)
 _CUBIC, _QUICK, _FLAT, _LIMIT = (tl.constexpr(value) for value in (CUBIC, QUICK, FLAT, LIMIT))
 
 
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(−x)); 0 and 1 far out, without overflow."""
-    return 1.0 / (1.0 + tl.exp(-x))
+    return reciprocal(1.0 + exp2(x * _POWER))
+
+
+@triton.jit
+def _gelu_gate(x, squared):
+    """The sigmoid by which gelu multiplies x."""
+    return reciprocal(1.0 + exp2(x * (squared * _CUBIC_POWER + _LINEAR_POWER)))
 
 
 @triton.jit
 def activation_value(x, KIND: tl.constexpr):
     """The function of x of that kind, fp32; NaN stays."""
     if KIND == "gelu":
-        value = x * sigmoid((x + x * x * x * _CUBIC) * _TWICE_ROOT)
+        value = x * _gelu_gate(x, x * x)
     elif KIND == "qgelu":
         value = x * sigmoid(x * _QUICK)
     elif KIND == "silu":
@@ -55,10 +66,10 @@ def activation_value(x, KIND: tl.constexpr):
 def activation_derivative(x, KIND: tl.constexpr):
     """Its derivative."""
     if KIND == "gelu":
-        x = tl.where(x > _FLAT, _FLAT, tl.where(x < -_FLAT, -_FLAT, x))
+        x = tl.clamp(x, -_FLAT, _FLAT, propagate_nan=tl.PropagateNan.ALL)
         squared = x * x
-        s = sigmoid((x + squared * x * _CUBIC) * _TWICE_ROOT)
-        slope = s + x * s * (1.0 - s) * ((squared * (3.0 * _CUBIC) + 1.0) * _TWICE_ROOT)
+        s = _gelu_gate(x, squared)
+        slope = s + x * s * (1.0 - s) * (squared * (3.0 * _CUBIC * _TWICE_ROOT) + _TWICE_ROOT)
     elif KIND == "qgelu":
         s = sigmoid(x * _QUICK)
         slope = s + x * _QUICK * s * (1.0 - s)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fusestep.language import tl, triton
+from fusestep.ops.approximate import exp
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.registry import Compilation
 
@@ -30,7 +31,7 @@ _TANH_SERIES = tl.constexpr(0.1)
 @triton.jit
 def _tanh(x):
     """The hyperbolic tangent, to a few units in the last place; NaN stays."""
-    away = tl.exp(-2.0 * tl.abs(x))
+    away = exp(-2.0 * tl.abs(x))
     far = (1.0 - away) / (1.0 + away)
     squared = x * x
     near = x * (1.0 + squared * (-1.0 / 3.0 + squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
@@ -76,7 +77,7 @@ def _walk(
             total += tl.sum(tl.where(column < columns, y, 0.0), axis=1, keep_dims=True)
         higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        mass = mass * tl.exp(top - shift) + tl.sum(tl.exp(y - shift), axis=1, keep_dims=True)
+        mass = mass * exp(top - shift) + tl.sum(exp(y - shift), axis=1, keep_dims=True)
         top = higher
     peak = tl.max(tl.max(top, axis=1), axis=0)
     mass = tl.sum(tl.sum(mass * tl.exp(top - tl.where(peak == float("-inf"), 0.0, peak)), axis=1), axis=0)
@@ -154,7 +155,7 @@ def _cross_entropy_kernel(
             column = start + place
             mask = (start + lane < columns) if PADDED else (column < columns)
             y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
-            slope = tl.exp(y - base) * rise - spread - tl.where(column == local, at_target, 0.0)
+            slope = exp(y - base) * rise - spread - tl.where(column == local, at_target, 0.0)
             if CAPS:
                 capped = y * (1.0 / softcap)
                 slope *= 1.0 - capped * capped
