@@ -5,5 +5,13 @@ from fusestep.ops.layer_norm import layer_norm
 from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 from fusestep.ops.rms_norm import rms_norm
 from fusestep.ops.rotary import apply_rotary_pos_emb
+from fusestep.ops.rotary_tables import apply_rotary_tables
 
-__all__ = ["apply_rotary_pos_emb", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm"]
+__all__ = [
+    "apply_rotary_pos_emb",
+    "apply_rotary_tables",
+    "cross_entropy",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+]

@@ -1,4 +1,4 @@
-"""apex.transformer.functional.fused_rope over fusestep.nn.functional.apply_rotary_pos_emb.
+"""apex.transformer.functional.fused_rope over fusestep.nn.functional's apply_rotary_pos_emb and apply_rotary_tables.
 
 Pairs j, j + r/2 of the first r elements of a head are rotated, the tail is copied. Cosines and sines stay fp32, where
 Apex rounds them to t's dtype; the result is rounded once.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusestep.compat.implementation import by_torch, ran
+from fusestep.compat.implementation import ran
 from fusestep.errors import UserError
 from fusestep.nn import functional
 
@@ -36,8 +36,10 @@ def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
 ) -> Tensor:
     """Rotate t, (sequence, batch, heads, d), by cosines and sines, (sequence, 1, 1, r) each."""
-    by_torch("apex.transformer.functional.fused_apply_rotary_pos_emb_cached", "torch.mul and torch.add")
-    return _laid_out(_rotated(t, cos_, sin_), transpose_output_memory)
+    tables = [one.reshape(1, -1, one.shape[-1]) for one in (cos_, sin_)]
+    _told("fused_apply_rotary_pos_emb_cached", t, by_tables=True)
+    y = functional.apply_rotary_tables(t.permute(1, 2, 0, 3), *tables, dtype=t.dtype)
+    return _laid_out(y.permute(2, 0, 1, 3), transpose_output_memory)
 
 
 def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
@@ -59,32 +61,29 @@ def fused_apply_rotary_pos_emb_2d(
         t: (batch, img_h · img_w, heads, d), d divisible by 4.
         cos_h, sin_h: (1, at least img_h, 1, d/2). cos_w, sin_w: (1, at least img_w, 1, d/2).
     """
-    batch, patches, heads, width = t.shape
+    _, patches, _, width = t.shape
     if patches != img_h * img_w or width % 4 or cos_h.shape[1] < img_h or cos_w.shape[1] < img_w:
         raise UserError(
             f"fused_apply_rotary_pos_emb_2d: t has shape {tuple(t.shape)} for {img_h} × {img_w} patches, cos_h "
             f"{tuple(cos_h.shape)} and cos_w {tuple(cos_w.shape)}; pass (batch, img_h · img_w, heads, d) with d "
             "divisible by 4, and tables of at least img_h and img_w positions."
         )
-    by_torch("apex.transformer.functional.fused_apply_rotary_pos_emb_2d", "torch.mul and torch.add")
-    by_row, by_column = t.reshape(batch, img_h, img_w, heads, width).chunk(2, -1)
-    rows = (table[:, :img_h].unsqueeze(2) for table in (cos_h, sin_h))
-    columns = (table[:, :img_w].unsqueeze(1) for table in (cos_w, sin_w))
-    return torch.cat((_rotated(by_row, *rows), _rotated(by_column, *columns)), -1).reshape(t.shape)
-
-
-def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    width = cos.shape[-1]
-    compute = torch.float64 if t.dtype is torch.float64 else torch.float32
-    turned, tail = t[..., :width].to(compute), t[..., width:]
-    first, second = turned.chunk(2, -1)
-    result = turned * cos.to(compute) + torch.cat((-second, first), -1) * sin.to(compute)
-    return torch.cat((result.to(t.dtype), tail), -1)
+    _told("fused_apply_rotary_pos_emb_2d", t, by_tables=True)
+    # A row of the tables for each patch: (1, img_h · img_w, d/2).
+    rows = [table[:, :img_h, 0].repeat_interleave(img_w, 1) for table in (cos_h, sin_h)]
+    columns = [table[:, :img_w, 0].repeat(1, img_h, 1) for table in (cos_w, sin_w)]
+    by_row, by_column = t.transpose(1, 2).chunk(2, -1)
+    turned = (
+        functional.apply_rotary_tables(part, *tables, dtype=t.dtype)
+        for part, tables in ((by_row, rows), (by_column, columns))
+    )
+    return torch.cat([part.transpose(1, 2) for part in turned], -1)
 
 
 def _laid_out(y: Tensor, transposed: bool) -> Tensor:
     return y.transpose(0, 1).contiguous().transpose(0, 1) if transposed else y
 
 
-def _told(name: str, t: Tensor) -> None:
-    ran(f"apex.transformer.functional.{name}", "fusestep.nn.functional.apply_rotary_pos_emb", "rotary", t)
+def _told(name: str, t: Tensor, by_tables: bool = False) -> None:
+    ours, op = ("apply_rotary_tables", "rotary_tables") if by_tables else ("apply_rotary_pos_emb", "rotary")
+    ran(f"apex.transformer.functional.{name}", f"fusestep.nn.functional.{ours}", op, t)
