@@ -278,6 +278,12 @@ def normalise(
     return apply(*tensors, (call, keep_output, plain))
 
 
+#: Whether torch.autocast has torch's own norm give fp32 on CUDA, by whether it centres: RMSNorm after 2.11.
+_IS_WIDENED = {
+    centred: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    for centred, name in ((True, "layer_norm"), (False, "rms_norm"))
+}
+
 #: By options and layouts; see `keep`.
 _calls: dict[tuple[Any, ...], _Call] = {}
 
@@ -322,7 +328,7 @@ def _checked(
     dtype = x.dtype if residual is None else sum_dtype(x, residual)
     if output_dtype is not None:
         dtype = output_dtype
-    elif x.is_cuda and dtype is not torch.float64 and torch.is_autocast_enabled("cuda"):
+    elif x.is_cuda and dtype is not torch.float64 and _IS_WIDENED[centred] and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32
     if eps is None:
         eps = torch.finfo(computing_dtype(x, residual, weight, None)).eps

@@ -67,7 +67,7 @@ def rms_norm(
         memory_efficient: keep the output for backward instead of the input; see layer_norm.layer_norm.
 
     Returns: y of x's shape; with a residual (y, x + residual). y has the dtype of what is normalised, or as torch's
-        own, fp32 under CUDA autocast; CPU autocast does not touch it.
+        own after 2.11, fp32 under CUDA autocast; CPU autocast does not touch it.
     Raises: UserError, before anything is launched, for shapes, dtypes or devices that do not fit.
     """
     result: Tensor | tuple[Tensor, Tensor] = normalise(
