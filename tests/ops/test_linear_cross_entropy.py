@@ -292,11 +292,14 @@ def test_sums_in_bf16_are_off_by_no_more_than_a_rounding_a_chunk(device: torch.d
         ].double()
         for dtype in (torch.bfloat16, torch.float32)
     )
-    allowed = torch.zeros_like(wide)
+    allowed, before = torch.zeros_like(wide), torch.zeros_like(wide)
     for end in range(64, 513, 64):
         exactly = weight.detach().double().requires_grad_()
         sums = exact(x.detach()[:end].double(), exactly, None, target[:end], None, "sum")
-        allowed += torch.autograd.grad(sums, exactly)[0].abs() * 2**-9
+        after = torch.autograd.grad(sums, exactly)[0]
+        # A GPU may round the product of a chunk before it adds it, as torch's reduced precision of sums allows.
+        allowed += (after.abs() + (after - before).abs() * x.is_cuda) * 2**-9
+        before = after
     allowed += wide.abs() * 2**-8  # the result in either dtype is rounded at the end
     # Partial sums are known up to the rounding of the logits' gradients.
     assert bool(((narrow - wide).abs() <= allowed * 1.2 + 2e-3).all())

@@ -210,7 +210,9 @@ def linear_cross_entropy(
             except for reduction="none", which needs the second.
         accumulate_dtype: what the weight's gradient is summed in over chunks of tokens, with gradients in the forward:
             torch.float32, or torch.bfloat16 to save 2 bytes for each of its elements where products are in bf16: it is
-            rounded once more for each chunk, by at most 2⁻⁹ of an element's sum so far.
+            rounded once more for each chunk, by at most 2⁻⁹ of an element's sum so far, and on a GPU the chunk's share
+            as well, while torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True, as it is unless
+            you say otherwise.
         chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or as many as the
             weight has if that is more.
         tp_group: ranks that share the vocabulary: weight (V / ranks, width) and bias are this rank's rows, in order.
