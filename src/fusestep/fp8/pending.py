@@ -22,7 +22,7 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.fp8.ranks import RanksTable
-from fusestep.fp8.recipes import DelayedScaling
+from fusestep.fp8.recipes import DelayedScaling, Recipe
 from fusestep.fp8.state import Reference, Slots, ordered
 from fusestep.ops.layouts import keep
 from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
@@ -39,7 +39,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._recorded: dict[Reference, Any] = {}
-        self._begun: dict[Any, DelayedScaling] = {}
+        self._begun: dict[Any, Recipe] = {}
         self._tables: dict[Any, RanksTable] = {}
         self._plans: dict[tuple[Any, ...], list[_Batch]] = {}
 
@@ -52,7 +52,7 @@ class Pending:
         self._recorded[state.reference] = group
         state.__dict__["is_pending"] = True
 
-    def begin(self, group: Any, recipe: DelayedScaling) -> None:
+    def begin(self, group: Any, recipe: Recipe) -> None:
         """Have amaxes reduced over a group when the next region begins, whether or not something is recorded here."""
         self._begun[group] = recipe
 
@@ -73,7 +73,7 @@ class Pending:
 
     def _roll_all(self, recorded: dict[Reference, Any]) -> None:
         if not self._begun and not any(recorded.values()):
-            self._roll([state for reference in recorded if (state := reference()) is not None])
+            self._roll([state for reference in recorded if (state := reference.state()) is not None])
             return
         by_group: dict[Any, list[Slots]] = {group: [] for group in self._begun}
         for reference, group in recorded.items():
@@ -83,8 +83,11 @@ class Pending:
         self._roll(by_group.pop(None, []))
         for group, states in by_group.items():
             # What is in the table of no rank yet stays as it was recorded.
-            table = self._tables.setdefault(group, RanksTable(group))
-            recipe = self._begun[group] if group in self._begun else states[0].recipe
+            table = self._tables.get(group)
+            if table is None:
+                table = self._tables[group] = RanksTable(group)
+            begun = self._begun.get(group)
+            recipe = begun if isinstance(begun, DelayedScaling) else states[0].recipe
             reduction, members, amaxes = table.reduce(states, recipe)
             self._roll(members, reduction, amaxes)
 

@@ -41,15 +41,19 @@ _numbers = itertools.count()
 
 
 class Reference:
-    """A weak reference to a state; an object of ours, since torch.compile takes weakref.ref for what it refers to."""
+    """A weak reference to a state; an object of ours, since torch.compile takes weakref.ref for what it refers to.
 
-    __slots__ = ("_weak",)
+    Attributes:
+        state: gives the state, or None once it is no more, as a call does; without a step in Python.
+    """
+
+    __slots__ = ("state",)
 
     def __init__(self, state: Slots) -> None:
-        self._weak = weakref.ref(state)
+        self.state = weakref.ref(state)
 
     def __call__(self) -> Slots | None:
-        return self._weak()
+        return self.state()
 
 
 class Slots:

@@ -133,26 +133,33 @@ class RollTable:
         self._slots = len(rows)
         self._block = min(1 << (longest - 1).bit_length(), LARGEST_BLOCK)
         self._table = upload(rows or [(0, 0, 0, 0, 0)], torch.int64, device)
+        self._address = (self._table.data_ptr(),)
+        self._index = device.index if device.type == "cuda" else None
         self._launches: dict[tuple[int, bool], PreparedLaunch] = {}
 
     def roll(self, *, margin: int, most_recent: bool) -> None:
         """Roll all of them, in one launch."""
         launch = self._launches.get((margin, most_recent))
         if launch is None:
-            block = 1 if most_recent else self._block
-            launch = PreparedLaunch(
-                _roll_scales_kernel,
-                (self._slots,),
-                self.device,
-                (2.0**margin,),
-                BLOCK=block,
-                MOST_RECENT=most_recent,
-                num_warps=1 if block <= ONE_WARP else 4,
-            )
-            self._launches[margin, most_recent] = launch
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            launch = self._launches[margin, most_recent] = self._prepared(margin, most_recent)
+        index = self._index
+        if index is not None and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
-        launch(self._table)
+        is_current = index is None or index == torch._C._cuda_getDevice()
+        if not (is_current and launch.at(self._address)):
+            launch(self._table)
+
+    def _prepared(self, margin: int, most_recent: bool) -> PreparedLaunch:
+        block = 1 if most_recent else self._block
+        return PreparedLaunch(
+            _roll_scales_kernel,
+            (self._slots,),
+            self.device,
+            (2.0**margin,),
+            BLOCK=block,
+            MOST_RECENT=most_recent,
+            num_warps=1 if block <= ONE_WARP else 4,
+        )
 
 
 #: Tables that a captured graph reads at every replay, kept for good.
