@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -108,6 +109,9 @@ def make_graphed_callables(
             pre_warmup_hook()
         stack.enter_context(region)
         stack.enter_context(recovered_capture(next(callables[0].parameters()).device))
+        # Of torch's own making in each such capture: its warm-up ran on another stream.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         torch.cuda.make_graphed_callables(
             tuple(graphed),
             tuple(one.sample for one in graphed),
