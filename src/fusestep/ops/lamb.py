@@ -30,11 +30,24 @@ from torch import Tensor
 
 from fusestep.ops.batches import arithmetic_dtype, in_dtype
 from fusestep.ops.gradient_norm import tensor_norm
-from fusestep.ops.lamb_kernel import compilations, launch_lamb
+from fusestep.ops.lamb_kernel import compilations, launch_moments, launch_weights
 from fusestep.ops.registry import Op, Proof, catalogue, define
 from fusestep.ops.tensor_table import TensorTable
-from fusestep.ops.update import Members, Rule, Shared, UpdateSignature, log_beta, no_output, row_of, update_once
+from fusestep.ops.update import (
+    GROUP_ROW,
+    Members,
+    NormedRule,
+    Shared,
+    UpdateSignature,
+    log_beta,
+    no_output,
+    row_of,
+    update_once,
+)
 from fusestep.ops.update_proof import prove_update
+
+#: The place of `is_adaptive` in a row of options.
+ADAPTIVE = 10
 
 
 @dataclass(frozen=True)
@@ -82,45 +95,119 @@ def lamb_reference(members: Members, steps: Sequence[float], hyper: LambHyper, d
 def _reference_step(
     parameter: Tensor, g: Tensor, m: Tensor, v: Tensor, weight: Tensor, step: float, hyper: LambHyper, divisor: float
 ) -> None:
+    w = _reference_moments(parameter, g, m, v, weight, hyper, divisor)
+    u = _reference_direction(w, m, v, step, hyper)
+    if hyper.is_adaptive:
+        u.mul_(_ratio(tensor_norm(w), tensor_norm(u)).to(u.dtype))
+    _reference_weights(parameter, w, u, hyper)
+
+
+def _reference_moments(
+    parameter: Tensor, g: Tensor, m: Tensor, v: Tensor, weight: Tensor, hyper: LambHyper, divisor: float
+) -> Tensor:
+    """Write the moments; returns the weights to compute with."""
     (w,) = in_dtype([weight], arithmetic_dtype([parameter]))
     g = g.to(w.dtype) / divisor
     if hyper.weight_decay and not hyper.adam_w_mode:
         g = g.add(w, alpha=hyper.weight_decay)
     m.mul_(hyper.beta1).add_(g, alpha=hyper.beta3)
     v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
+    return w
+
+
+def _reference_direction(w: Tensor, m: Tensor, v: Tensor, step: float, hyper: LambHyper) -> Tensor:
+    """u of the formula."""
     c1, c2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if hyper.bias_correction else (1.0, 1.0)
     u = (m / c1).div_(v.sqrt().div_(math.sqrt(c2)).add_(hyper.eps))
     if hyper.weight_decay and hyper.adam_w_mode:
         u.add_(w, alpha=hyper.weight_decay)
-    if hyper.is_adaptive:
-        norms = tensor_norm(w), tensor_norm(u)
-        ratio = (norms[0] / norms[1]).where((norms[0] != 0) & (norms[1] != 0), 1.0)
-        u.mul_(ratio.to(u.dtype))
+    return u
+
+
+def _ratio(w_norm: Tensor, u_norm: Tensor) -> Tensor:
+    """‖w‖ / ‖u‖, or 1 where one of them is 0."""
+    return (w_norm / u_norm).where((w_norm != 0) & (u_norm != 0), 1.0)
+
+
+def _reference_weights(parameter: Tensor, w: Tensor, u: Tensor, hyper: LambHyper) -> None:
     w.add_(u, alpha=-hyper.lr)
     if parameter is not w:
         parameter.copy_(w)
 
 
-class LambRule(Rule):
+class LambRule(NormedRule):
     """LAMB for whoever keeps tables."""
 
     name = "lamb"
 
     def scratch(self, table: TensorTable) -> tuple[Tensor, ...]:
-        """Norms of chunks of the weights and of their updates, tickets, and trust ratios."""
+        """Norms of chunks of the weights and of their updates, tickets, those norms of tensors, and trust ratios."""
         partials = torch.empty(2, max(table.chunks, 1), device=table.device)
         tickets = torch.zeros(table.count, dtype=torch.int32, device=table.device)
-        return partials, tickets, torch.ones(table.count, device=table.device)
+        norms = torch.zeros(2, table.count, device=table.device)  # of an empty tensor no program writes any
+        return partials, tickets, norms, torch.ones(table.count, device=table.device)
 
     def launch(
         self, signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
     ) -> None:
         """Two launches."""
-        launch_lamb(signature, table, scratch, shared)
+        launch_moments(signature, table, scratch, shared)
+        launch_weights(signature, table, scratch, shared)
+
+    def launch_norms(
+        self, signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
+    ) -> Tensor:
+        """(2, n): ‖w‖ and ‖u‖; the moments are written."""
+        launch_moments(signature, table, scratch, shared)
+        return scratch[2]
+
+    def launch_rest(
+        self,
+        signature: UpdateSignature,
+        table: TensorTable,
+        scratch: tuple[Tensor, ...],
+        shared: Shared,
+        scalars: Sequence[Tensor],  # noqa: ARG002
+        norms: Tensor,
+    ) -> None:
+        """The trust ratios, and the weights."""
+        is_adaptive = shared.hyper[table.rows[GROUP_ROW], ADAPTIVE] != 0
+        scratch[3].copy_(_ratio(norms[0], norms[1]).where(is_adaptive, 1.0))
+        launch_weights(signature, table, scratch, shared)
 
     def reference(self, members: Members, steps: Sequence[float], hyper: Any, divisor: float) -> None:
         """See `lamb_reference`."""
         lamb_reference(members, steps, hyper, divisor)
+
+    def reference_norms(self, members: Members, steps: Sequence[float], hyper: Any, divisor: float) -> Tensor:
+        """(2, n): ‖w‖ and ‖u‖; the moments are written."""
+        norms = torch.zeros(2, len(steps), dtype=torch.float64, device=members.parameters[0].device)
+        m, v = members.dense
+        for i, (parameter, step) in enumerate(zip(members.parameters, steps, strict=True)):
+            if parameter.numel():
+                w = _reference_moments(parameter, members.gradients[i], m[i], v[i], members.weights[i], hyper, divisor)
+                norms[0, i] = tensor_norm(w)
+                norms[1, i] = tensor_norm(_reference_direction(w, m[i], v[i], step, hyper))
+        return norms
+
+    def reference_rest(
+        self,
+        members: Members,
+        steps: Sequence[float],
+        hyper: Any,
+        divisor: float,  # noqa: ARG002
+        norms: Tensor,
+    ) -> None:
+        """The weights."""
+        m, v = members.dense
+        ratios = _ratio(norms[0], norms[1])
+        for i, (parameter, step) in enumerate(zip(members.parameters, steps, strict=True)):
+            if parameter.numel():
+                (w,) = in_dtype([members.weights[i]], arithmetic_dtype([parameter]))
+                u = _reference_direction(w, m[i], v[i], step, hyper)
+                if hyper.is_adaptive:
+                    u.mul_(ratios[i].to(u.dtype))
+                _reference_weights(parameter, w, u, hyper)
 
 
 LAMB = LambRule()

@@ -83,8 +83,8 @@ def _moments(
 
 
 @triton.jit
-def _trust_ratio(partials, chunks, first_chunk, count, is_adaptive, LANES: tl.constexpr):
-    """‖w‖ / ‖u‖ from the norms of a tensor's chunks, always added in the same order."""
+def _norms(partials, chunks, first_chunk, count, LANES: tl.constexpr):
+    """‖w‖ and ‖u‖ from the norms of a tensor's chunks, always added in the same order."""
     index = tl.arange(0, LANES)
     w_large = tl.zeros([LANES], tl.float32)
     w_middle = tl.zeros([LANES], tl.float32)
@@ -102,8 +102,7 @@ def _trust_ratio(partials, chunks, first_chunk, count, is_adaptive, LANES: tl.co
         u_large, u_middle, u_small = _accumulate(u, u_large, u_middle, u_small)
     w_norm = _combine(tl.sum(w_large, 0), tl.sum(w_middle, 0), tl.sum(w_small, 0))
     u_norm = _combine(tl.sum(u_large, 0), tl.sum(u_middle, 0), tl.sum(u_small, 0))
-    is_trusted = is_adaptive & (w_norm != 0.0) & (u_norm != 0.0)
-    return tl.where(is_trusted, w_norm / tl.where(is_trusted, u_norm, 1.0), 1.0)
+    return w_norm, u_norm
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["divisor", "skip"])
@@ -112,6 +111,7 @@ def _lamb_moments_kernel(
     hyper, steps_before, divisor, skip,  # see Shared
     partials,  # (2, chunks) fp32: norms of the weights and of their updates
     tickets,  # (tensors,) int32, 0 before and after
+    norms,  # (2, tensors) fp32, written: those of tensors
     ratios,  # (tensors,) fp32, written
     PARAMETER_DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
@@ -161,7 +161,11 @@ def _lamb_moments_kernel(
             if arrived == count - 1:
                 first_chunk = tl.load(rows + tensors * FIRST_CHUNK + tensor)
                 is_adaptive = tl.load(group + 10) != 0.0
-                tl.store(ratios + tensor, _trust_ratio(partials, chunks, first_chunk, count, is_adaptive, REDUCE))
+                w_norm, u_norm = _norms(partials, chunks, first_chunk, count, REDUCE)
+                is_trusted = is_adaptive & (w_norm != 0.0) & (u_norm != 0.0)
+                tl.store(norms + tensor, w_norm)
+                tl.store(norms + tensors + tensor, u_norm)
+                tl.store(ratios + tensor, tl.where(is_trusted, w_norm / tl.where(is_trusted, u_norm, 1.0), 1.0))
                 tl.store(tickets + tensor, 0)
 
 
@@ -222,20 +226,23 @@ def _lamb_weights_kernel(
                 )  # fmt: skip
 
 
-def launch_lamb(signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared) -> None:
-    """Moments and trust ratios, then weights; `scratch` as LambRule makes it."""
-    partials, tickets, ratios = scratch
+def launch_moments(signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared) -> None:
+    """Moments, norms and trust ratios; `scratch` as LambRule makes it."""
     before = (shared.hyper, shared.steps_before, shared.divisor, shared.skip)
     constants = {**constants_of(signature, table), "CHUNK": BLOCK, "num_warps": WARPS}
-    of_table = (programs(table), table.device, *table.arguments)
-    launch(_lamb_moments_kernel, *of_table, *before, partials, tickets, ratios, **constants)
+    launch(_lamb_moments_kernel, programs(table), table.device, *table.arguments, *before, *scratch, **constants)
+
+
+def launch_weights(signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared) -> None:
+    """The weights, by the trust ratios in `scratch`."""
+    constants = {**constants_of(signature, table), "CHUNK": BLOCK, "num_warps": WARPS}
     del constants["GRADIENT_DTYPE"]
-    launch(_lamb_weights_kernel, *of_table, *shared, ratios, **constants)
+    launch(_lamb_weights_kernel, programs(table), table.device, *table.arguments, *shared, scratch[3], **constants)
 
 
 def compilations() -> Iterator[Compilation]:
     """Every combination of dtypes, with and without masters and strides, of both kernels."""
-    own = {"partials": "*fp32", "tickets": "*i32", "ratios": "*fp32"}
+    own = {"partials": "*fp32", "tickets": "*i32", "norms": "*fp32", "ratios": "*fp32"}
     before = {name: SHARED_SIGNATURE[name] for name in ("hyper", "steps_before", "divisor", "skip")}
     of_weights: dict[str, dict[str, Any]] = {}
     for label, constants in signatures():

@@ -30,10 +30,22 @@ from torch import Tensor
 
 from fusestep.ops.batches import arithmetic_dtype, batches, in_dtype
 from fusestep.ops.gradient_norm import tensor_norm
-from fusestep.ops.novograd_kernel import compilations, launch_novograd, norm_slots
+from fusestep.ops.novograd_kernel import compilations, launch_norms, launch_weights, norm_slots
 from fusestep.ops.registry import Op, Proof, catalogue, define
 from fusestep.ops.tensor_table import TensorTable
-from fusestep.ops.update import Members, Rule, Shared, UpdateSignature, log_beta, no_output, row_of, update_once
+from fusestep.ops.update import (
+    GRADIENT_ROW,
+    GROUP_ROW,
+    STEP_ROW,
+    Members,
+    NormedRule,
+    Shared,
+    UpdateSignature,
+    log_beta,
+    no_output,
+    row_of,
+    update_once,
+)
 from fusestep.ops.update_proof import prove_update
 
 
@@ -67,15 +79,33 @@ class NovoGradHyper:
 
 def novograd_reference(members: Members, steps: Sequence[float], hyper: NovoGradHyper, divisor: float = 1.0) -> None:
     """One step in place, the norms a tensor at a time, the rest vectorised; `steps` count this step."""
+    norms = _reference_norms(members.gradients, hyper, divisor)
+    _reference_rest(members, steps, hyper, divisor, norms, [bool(p.numel()) for p in members.parameters])
+
+
+def _reference_norms(gradients: Sequence[Tensor], hyper: NovoGradHyper, divisor: float) -> list[float]:
+    """n of the formula; 0 of a tensor without elements."""
+    return [float(g.abs().max() if hyper.is_max else tensor_norm(g)) / divisor if g.numel() else 0.0 for g in gradients]
+
+
+def _reference_rest(
+    members: Members,
+    steps: Sequence[float],
+    hyper: NovoGradHyper,
+    divisor: float,
+    norms: Sequence[float],
+    has_elements: Sequence[bool],
+) -> None:
+    """Running norms where the whole tensor has elements, and the weights that are here."""
+    for running, norm, step, is_stepped in zip(members.scalars, norms, steps, has_elements, strict=True):
+        if is_stepped:
+            running.fill_(_running_norm(float(running), norm, step, hyper))
     full = [i for i, parameter in enumerate(members.parameters) if parameter.numel()]
     own = members.chosen(full)
     factors = []
-    for g, running, step in zip(own.gradients, own.scalars, (steps[i] for i in full), strict=True):
-        norm = float(g.abs().max() if hyper.is_max else tensor_norm(g)) / divisor
-        running.fill_(_running_norm(float(running), norm, step, hyper))
+    for running, step in zip(own.scalars, (steps[i] for i in full), strict=True):
         c1, c2 = (1 - hyper.beta1**step, 1 - hyper.beta2**step) if hyper.bias_correction else (1.0, 1.0)
-        d = float(running) / math.sqrt(c2) + hyper.eps
-        factors.append((c1, d))
+        factors.append((c1, float(running) / math.sqrt(c2) + hyper.eps))
     lists = [own.parameters, own.gradients, *own.dense, *([own.masters] if own.masters else [])]
     for batch, its_factors in batches(lists, factors):
         _reference_batch(batch, its_factors, hyper, divisor)
@@ -113,25 +143,70 @@ def _reference_batch(
         torch._foreach_copy_(stored_w, w)
 
 
-class NovoGradRule(Rule):
+class NovoGradRule(NormedRule):
     """NovoGrad for whoever keeps tables."""
 
     name = "novograd"
 
     def scratch(self, table: TensorTable) -> tuple[Tensor, ...]:
-        """Norms of stretches of gradients, and tickets."""
+        """Norms of stretches of gradients, tickets, and norms of tensors."""
         partials = torch.empty(norm_slots(table), device=table.device)
-        return partials, torch.zeros(table.count, dtype=torch.int32, device=table.device)
+        tickets = torch.zeros(table.count, dtype=torch.int32, device=table.device)
+        return partials, tickets, torch.zeros(table.count, device=table.device)
 
     def launch(
         self, signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
     ) -> None:
         """Two launches."""
-        launch_novograd(signature, table, scratch, shared)
+        launch_norms(signature, table, scratch, shared, is_whole=True)
+        launch_weights(signature, table, shared)
+
+    def launch_norms(
+        self, signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
+    ) -> Tensor:
+        """(1, n): the norms of gradients."""
+        launch_norms(signature, table, scratch, shared, is_whole=False)
+        return scratch[2].unsqueeze(0)
+
+    def launch_rest(
+        self,
+        signature: UpdateSignature,
+        table: TensorTable,
+        scratch: tuple[Tensor, ...],  # noqa: ARG002
+        shared: Shared,
+        scalars: Sequence[Tensor],
+        norms: Tensor,
+    ) -> None:
+        """Running norms, and the weights."""
+        hyper = shared.hyper[table.rows[GROUP_ROW]].double()
+        beta2, rest, init_zero, is_max = hyper[:, 3], hyper[:, 4], hyper[:, 10] != 0, hyper[:, 11] != 0
+        running, norm = torch.stack(list(scalars)).double(), norms[0]
+        root = (beta2 * running.square() + rest * norm.square()).sqrt()
+        blended = torch.where(is_max, beta2 * running + rest * norm, root)
+        is_first = (shared.steps_before[table.rows[STEP_ROW]] == 0) & ~init_zero
+        now = torch.where(is_first, norm, blended)
+        is_stepped = (table.rows[GRADIENT_ROW] != 0) & (shared.skip == 0)
+        torch._foreach_copy_(list(scalars), list(torch.where(is_stepped, now, running).float().unbind()))
+        launch_weights(signature, table, shared)
+
+    def takes_maxima(self, hyper: Any) -> bool:
+        """As the group's option says."""
+        return bool(hyper.is_max)
 
     def reference(self, members: Members, steps: Sequence[float], hyper: Any, divisor: float) -> None:
         """See `novograd_reference`."""
         novograd_reference(members, steps, hyper, divisor)
+
+    def reference_norms(self, members: Members, steps: Sequence[float], hyper: Any, divisor: float) -> Tensor:  # noqa: ARG002
+        """(1, n): the norms of gradients."""
+        norms = [_reference_norms(members.gradients, hyper, divisor)]
+        return torch.tensor(norms, dtype=torch.float64).to(members.parameters[0].device)
+
+    def reference_rest(
+        self, members: Members, steps: Sequence[float], hyper: Any, divisor: float, norms: Tensor
+    ) -> None:
+        """Running norms, also of tensors of which nothing is here, and the weights."""
+        _reference_rest(members, steps, hyper, divisor, norms[0].tolist(), [True] * len(steps))
 
 
 NOVOGRAD = NovoGradRule()

@@ -61,10 +61,8 @@ def _piece(large, middle, small, biggest, is_max):
 
 
 @triton.jit
-def _running_norm(
-    partials, first, count, scale, is_max, running, is_first, beta2, one_minus_beta2, LANES: tl.constexpr
-):
-    """N of the formula after this step, from the norms of a tensor's stretches, always added in the same order."""
+def _norm(partials, first, count, scale, is_max, LANES: tl.constexpr):
+    """‖g‖ from the norms of a tensor's stretches, always added in the same order."""
     index = tl.arange(0, LANES)
     large = tl.zeros([LANES], tl.float32)
     middle = tl.zeros([LANES], tl.float32)
@@ -75,7 +73,12 @@ def _running_norm(
         n = tl.load(partials + first + at + index, mask=at + index < count, other=0.0, cache_modifier=".cg")
         large, middle, small = _accumulate(n, large, middle, small)
         biggest = tl.maximum(biggest, n)
-    norm = _piece(large, middle, small, biggest, is_max) * scale
+    return _piece(large, middle, small, biggest, is_max) * scale
+
+
+@triton.jit
+def _running_norm(norm, is_max, running, is_first, beta2, one_minus_beta2):
+    """N of the formula after this step."""
     # Squares at the scale of the larger, so that neither 1e20 nor 1e-30 is lost.
     unit = tl.maximum(running, norm)
     unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
@@ -84,12 +87,14 @@ def _running_norm(
     return tl.where(is_first, norm, blended)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"], do_not_specialize_on_alignment=["divisor", "skip"])
+@triton.jit(do_not_specialize=["tensors", "chunks", "is_whole"], do_not_specialize_on_alignment=["divisor", "skip"])
 def _novograd_norm_kernel(
     rows, tensors, chunk_tensor, chunks, dims,  # the table
     hyper, steps_before, divisor, skip,  # see Shared
     partials,  # (programs + tensors,) fp32
     tickets,  # (tensors,) int32, 0 before and after
+    norms,  # (tensors,) fp32, written: those of tensors
+    is_whole,  # not 0: and running norms are updated
     GRADIENT_DTYPE: tl.constexpr,
     IS_STRIDED: tl.constexpr,  # some gradients are
     CHUNK: tl.constexpr,
@@ -151,13 +156,11 @@ def _novograd_norm_kernel(
                 one_minus_beta2 = tl.load(group + 4)
                 is_first = (step == 0.0) & (tl.load(group + 10) == 0.0)
                 running = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(tl.float32))
-                tl.store(
-                    running,
-                    _running_norm(
-                        partials, tensor + first_program, count, inverse, is_max, tl.load(running), is_first,
-                        beta2, one_minus_beta2, REDUCE,
-                    ),
-                )  # fmt: skip
+                norm = _norm(partials, tensor + first_program, count, inverse, is_max, REDUCE)
+                tl.store(norms + tensor, norm)
+                if is_whole != 0:
+                    now = _running_norm(norm, is_max, tl.load(running), is_first, beta2, one_minus_beta2)
+                    tl.store(running, now)
                 tl.store(tickets + tensor, 0)
         chunk = after
 
@@ -241,11 +244,10 @@ def norm_slots(table: TensorTable) -> int:
     return norm_programs(table) + table.count
 
 
-def launch_novograd(
-    signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
+def launch_norms(
+    signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared, *, is_whole: bool
 ) -> None:
-    """Norms, then weights; `scratch` as NovoGradRule makes it."""
-    partials, tickets = scratch
+    """The norms of tensors, and where these are whole their running norms; `scratch` as NovoGradRule makes it."""
     limit = {} if table.has_strided_gradients else {"maxnreg": REGISTERS}
     launch(
         _novograd_norm_kernel,
@@ -256,8 +258,8 @@ def launch_novograd(
         shared.steps_before,
         shared.divisor,
         shared.skip,
-        partials,
-        tickets,
+        *scratch,
+        int(is_whole),
         GRADIENT_DTYPE=KERNEL_DTYPES[signature.gradient],
         IS_STRIDED=table.has_strided_gradients,
         CHUNK=BLOCK,
@@ -267,6 +269,10 @@ def launch_novograd(
         num_warps=LAUNCH.warps,
         **limit,
     )
+
+
+def launch_weights(signature: UpdateSignature, table: TensorTable, shared: Shared) -> None:
+    """The weights, by the running norms as they are."""
     launch(
         _novograd_kernel,
         programs(table),
@@ -282,7 +288,7 @@ def launch_novograd(
 def compilations() -> Iterator[Compilation]:
     """Every combination of dtypes, with and without masters and strides, of both kernels."""
     of_norms = {name: SHARED_SIGNATURE[name] for name in ("hyper", "steps_before", "divisor", "skip")}
-    of_norms |= {"partials": "*fp32", "tickets": "*i32"}
+    of_norms |= {"partials": "*fp32", "tickets": "*i32", "norms": "*fp32", "is_whole": "i32"}
     for dtype, name in SHORT_NAMES.items():
         for is_strided in (False, True):
             constants = {

@@ -23,7 +23,19 @@ from fusestep.ops.adam_reference import HYPER_ROW
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
 from fusestep.ops.gradient_norm import to_device
 from fusestep.ops.registry import Compilation
-from fusestep.ops.tensor_table import BLOCK, TABLE_SIGNATURE, TableEntry, TensorTable, build_table, entry, upload
+from fusestep.ops.tensor_table import (
+    BLOCK,
+    COMMON_ROWS,
+    TABLE_SIGNATURE,
+    TableEntry,
+    TensorTable,
+    build_table,
+    entry,
+    upload,
+)
+
+#: Rows of a table, for PyTorch (kernels have constants of their own): a parameter's gradient, group and step count.
+GRADIENT_ROW, GROUP_ROW, STEP_ROW = 0, COMMON_ROWS + 5, COMMON_ROWS + 6
 
 #: Warps a program; it takes BLOCK elements.
 WARPS = 4
@@ -108,6 +120,50 @@ class Rule(ABC):
         Args:
             steps: the number of this step for each parameter, from 1.
         """
+
+
+class NormedRule(Rule):
+    """An update that needs norms of each whole tensor: in two halves, for processes that hold parts of tensors.
+
+    Whoever runs the halves puts the parts' norms together in between.
+    """
+
+    @abstractmethod
+    def launch_norms(
+        self, signature: UpdateSignature, table: TensorTable, scratch: tuple[Tensor, ...], shared: Shared
+    ) -> Tensor:
+        """The first half: (k, n) fp32, k norms of what the table has of each of n tensors; valid until the next."""
+
+    @abstractmethod
+    def launch_rest(
+        self,
+        signature: UpdateSignature,
+        table: TensorTable,
+        scratch: tuple[Tensor, ...],
+        shared: Shared,
+        scalars: Sequence[Tensor],
+        norms: Tensor,
+    ) -> None:
+        """The second half.
+
+        Args:
+            scalars: the tensors' 0-d states, or none.
+            norms: (k, n) float64, of the whole tensors.
+        """
+
+    @abstractmethod
+    def reference_norms(self, members: Members, steps: Sequence[float], hyper: Any, divisor: float) -> Tensor:
+        """The first half in PyTorch; returns (k, n)."""
+
+    @abstractmethod
+    def reference_rest(
+        self, members: Members, steps: Sequence[float], hyper: Any, divisor: float, norms: Tensor
+    ) -> None:
+        """The second half in PyTorch."""
+
+    def takes_maxima(self, hyper: Any) -> bool:  # noqa: ARG002
+        """Whether a group's norms are largest magnitudes, not L2 norms."""
+        return False
 
 
 def update_entry(

@@ -104,7 +104,5 @@ class FusedAdagrad(FusedOptimizer):
         for number, (parameter, group) in zip(numbers, members, strict=True):
             state = saved["state"].setdefault(number, {})
             if "sum" not in state:
-                state.update(
-                    step=torch.zeros((), dtype=torch.float32), sum=self._first_state(parameter.detach(), group)
-                )
+                state.update(step=torch.zeros((), dtype=torch.float32), sum=self._made_state(parameter, group))
         return saved

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from fusestep.distributed.groups import is_dtensor, laid_out, local_of, wrapped
 from fusestep.errors import UserError
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.optim.loading import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.options import HALVES, check_common, check_parameter
+from fusestep.optim.sharding import Sharding, check_placements, local_gradient, local_state, sharding_of
 from fusestep.optim.step_plan import Scaling, State, StepPlan
 from fusestep.optim.weight_copies import first_master
 
@@ -85,6 +87,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._members: list[Tensor] = []
         self._sizes: list[int] = []
         self._states: list[State] = []
+        self._sharding: Sharding | None = None
+        self._locals: list[Tensor] = []
+        self._local_states: list[Tensor] = []
         self._captured_plans: list[StepPlan] = []
         self._verdicts: dict[torch.device, Tensor] = {}
 
@@ -129,7 +134,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameters = [named[1] if isinstance(named, tuple) else named for named in param_group["params"]]
         for number, parameter in enumerate(parameters, first):
             check_parameter(self._who, parameter, number)
-            if isinstance(parameter, Float8Tensor) and not self.master_weights:
+            check_placements(self._who, parameter, number)
+            if isinstance(local_of(parameter), Float8Tensor) and not self.master_weights:
                 raise UserError(
                     f"{self._who}: parameter {number} lives in FP8 only (fp8_model_init), whose steps need an fp32 "
                     "master; pass master_weights=True."
@@ -179,6 +185,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             max_norm = math.inf
         plan = self._plan_for(gradients, is_capturing)
         plan.run(self.param_groups, gradients, self._counters, max_norm, scaling)
+        if self._sharding is not None:
+            # The plan told autograd of the parts; a DTensor has a count of its own.
+            stepped = zip(self._members, gradients, strict=True)
+            torch.autograd.graph.increment_version([p for p, g in stepped if g is not None and is_dtensor(p)])
         return loss
 
     def _list_members(self) -> None:
@@ -187,6 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         if sizes != self._sizes or not all(map(is_, members, self._members)):
             self._members, self._sizes = members, sizes
+            self._sharding = sharding_of(members)
             self._plan = None
 
     def _gather(self) -> tuple[list[Tensor | None], bool]:
@@ -204,6 +215,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{self._who}.step: the gradient of parameter {number} is sparse; use {self._sparse} for it, or "
                     "build its embedding with sparse=False. Nothing was changed."
                 )
+        if self._sharding is not None:
+            gradients = [
+                None if gradient is None else local_gradient(self._who, parameter, gradient, number)
+                for number, (parameter, gradient) in enumerate(zip(self._members, gradients, strict=True))
+            ]
         return gradients, has_main
 
     def _check_main_grad(self, main: Tensor, number: int) -> None:
@@ -258,7 +274,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan = None  # its tables belong to the graph now
         if plan is not None and len(self._states) == len(self.state):
             self._keep_lr_on_device()
-            is_same = all(map(is_, self.state.values(), self._states))
+            is_same = all(map(is_, self.state.values(), self._states)) and self._has_its_parts()
             if is_same and plan.take(self.param_groups, gradients):
                 if is_capturing and not plan.is_captured:
                     plan.is_captured = True
@@ -280,20 +296,49 @@ class FusedOptimizer(torch.optim.Optimizer):
         home = self._members[0].device
         if self._counters.device != home:
             self._counters = self._counters.to(home)
+        states = [self.state.get(p) for p in self._members]
+        if self._sharding is not None:
+            self._locals = list(map(local_of, self._members))
+            self._local_states = self._parts_of_states()
+        parts = states if self._sharding is None else [None if one is None else local_state(one) for one in states]
         self._plan = self._plan_class(
             self.param_groups,
-            self._members,
+            self._members if self._sharding is None else self._locals,
             group_of,
-            [self.state.get(p) for p in self._members],
+            parts,
             gradients,
             self._verdicts,
             self.capturable,
+            self._sharding,
         )
+        for state, part in zip(states, parts, strict=True):
+            if state is not None and part is not None:
+                state["step"] = part["step"]  # the plan packs them
         self._states = list(self.state.values())
         return self._plan
 
+    def _parts_of_states(self) -> list[Tensor]:
+        """What this process holds of all states but the step counts, which a plan keeps."""
+        return [
+            local_of(value)
+            for state in self.state.values()
+            for key, value in state.items()
+            if key != "step" and isinstance(value, Tensor)
+        ]
+
+    def _has_its_parts(self) -> bool:
+        """Whether the DTensors of parameters and states still are what the plan was made of."""
+        if self._sharding is None:
+            return True
+        states = self._parts_of_states()
+        return (
+            all(map(is_, map(local_of, self._members), self._locals))
+            and len(states) == len(self._local_states)
+            and all(map(is_, states, self._local_states))
+        )
+
     def _first_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
-        """What a dense state is before the first step."""
+        """What a dense state is before the first step, of the part of a parameter that lies here."""
         return torch.zeros_like(parameter, dtype=self._state_dtype(parameter), memory_format=torch.preserve_format)
 
     def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -305,7 +350,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         dtype = self._state_dtype(parameter)
         for key in self._dense_states(group):
             if key not in state:
-                state[key] = self._first_state(parameter, group)
+                state[key] = self._made_state(parameter, group)
             state[key] = _like(parameter, state[key], dtype)
         for key in self._scalars:
             value = state.get(key)
@@ -315,12 +360,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._has_master(parameter):
             # Made at the first step, not in the constructor: weights may be loaded in between.
             master = state.get("master_param")
-            state["master_param"] = _like(
-                parameter, first_master(parameter) if master is None else master, torch.float32
-            )
+            if master is None:
+                master = _as_part(first_master(local_of(parameter)), parameter)
+            state["master_param"] = _like(parameter, master, torch.float32)
+
+    def _made_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return _as_part(self._first_state(local_of(parameter.detach()), group), parameter)
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return self.master_weights and (parameter.dtype in HALVES or isinstance(parameter, Float8Tensor))
+        return self.master_weights and (parameter.dtype in HALVES or isinstance(local_of(parameter), Float8Tensor))
 
     def _keep_lr_on_device(self) -> None:
         """Where graphs may be captured, turn learning rates into fp32 tensors, which schedulers change in place."""
@@ -415,8 +463,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
 
 
+def _as_part(local: Tensor, parameter: Tensor) -> Tensor:
+    """What lies here of a tensor, as a tensor that is laid out over processes as its parameter is."""
+    return wrapped(local, parameter) if is_dtensor(parameter) else local
+
+
 def _like(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """`value` itself where it has this dtype and lies as torch.empty_like(parameter) would, else a copy that does."""
+    if is_dtensor(parameter) or is_dtensor(value):
+        value = laid_out(value, parameter)
+        found = local_of(value)
+        made = _like_here(local_of(parameter), found, dtype)
+        return value if made is found else _as_part(made, parameter)
+    return _like_here(parameter, value, dtype)
+
+
+def _like_here(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     model = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     strides = [stride for stride, size in zip(model.stride(), model.shape, strict=True) if size != 1]
     found = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fusestep.distributed.groups import local_of
 from fusestep.errors import UserError
 from fusestep.ops.gradient_norm import combine_norms, gradient_norm
+from fusestep.optim.sharding import local_gradient, sharding_of
 
 
 @torch.no_grad()
@@ -24,6 +26,8 @@ def clip_grad_norm_(
     (torch's is infinite for fp16 gradients of 6e4), and where it is not finite no gradient is changed, instead of all
     becoming NaN or 0. FusedAdam(max_grad_norm=…) clips within its step and saves this pass over memory.
 
+    Where parameters lie over several processes, all of these call this, and get the norm of the whole: one collective.
+
     Args:
         parameters: one or many; those without a gradient are passed over. A tensor in `main_grad` stands for `.grad`.
         max_norm: above 0.
@@ -38,27 +42,33 @@ def clip_grad_norm_(
         raise UserError(f"clip_grad_norm_: max_norm is {max_norm}; pass a number above 0.")
     if not norm_type > 0.0:
         raise UserError(f"clip_grad_norm_: norm_type is {norm_type}; pass a number above 0, or math.inf.")
-    gradients = [
-        gradient
+    present = [
+        (parameter, gradient)
         for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)
         if (gradient := gradient_of(parameter)) is not None
     ]
-    if not gradients:
+    if not present:
         return torch.zeros(())
-    if any(gradient.layout != torch.strided for gradient in gradients):
+    if any(gradient.layout != torch.strided for _, gradient in present):
         raise RuntimeError("clip_grad_norm_: a gradient is sparse; build its embedding with sparse=False.")
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    norms = [_norm(own, norm_type) for own in by_device.values()]
-    norm = norms[0] if len(norms) == 1 else _combine(norms, norm_type, gradients[0].device)
+    gradients = [local_of(gradient) for _, gradient in present]
+    sharding = sharding_of([parameter for parameter, _ in present])
+    if sharding is None:
+        norm = _norm(gradients, norm_type)
+    else:
+        parts = [local_gradient("clip_grad_norm_", *both, number) for number, both in enumerate(present)]
+        by_count: dict[int, list[Tensor]] = {}
+        for part, count in zip(parts, sharding.replicas, strict=True):
+            by_count.setdefault(count, []).append(part)
+        norms = [_norm(own, norm_type) for own in by_count.values()]
+        norm = sharding.norm(norms, list(by_count), gradients[0].device, order=norm_type)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be "
             "clipped; pass error_if_nonfinite=False to leave such gradients as they are."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(torch.isfinite(norm), 1.0)
-    for device, own in by_device.items():
+    for device, own in _by_device(gradients).items():
         here = factor.to(device, non_blocking=device.type == "cuda")
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in own:
@@ -78,7 +88,20 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return main if isinstance(main, Tensor) else parameter.grad
 
 
+def _by_device(gradients: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    return by_device
+
+
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Of gradients on any devices, on that of the first."""
+    norms = [_norm_here(own, norm_type) for own in _by_device(gradients).values()]
+    return norms[0] if len(norms) == 1 else _combine(norms, norm_type, gradients[0].device)
+
+
+def _norm_here(gradients: list[Tensor], norm_type: float) -> Tensor:
     if norm_type == 2.0:
         return gradient_norm(gradients)
     full = [gradient for gradient in gradients if gradient.numel()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusestep.distributed.groups import is_dtensor, laid_out, local_of, wrapped
 from fusestep.errors import UserError
 
 NOTHING = "Nothing was changed."
@@ -74,6 +75,8 @@ def loaded_state(
 ) -> dict[str, Any]:
     """The state of one parameter, copied, on its device, dense states in `dtype` and masters in fp32.
 
+    What has the parameter's shape is laid out over processes as the parameter is, however it was saved.
+
     Args:
         who, number, kin: for errors: the optimizer, the parameter's number, and what a state may come from.
         dense: keys of states of the parameter's shape, all wanted.
@@ -99,6 +102,7 @@ def loaded_state(
                     f"is {tuple(parameter.shape)}; load it into the model it was saved from. {NOTHING}"
                 )
             if key != "master_param" or has_master:
-                made = torch.empty_like(parameter, dtype=wanted, memory_format=torch.preserve_format)
-                state[key] = made.detach().copy_(saved[key].detach())
+                made = torch.empty_like(local_of(parameter), dtype=wanted, memory_format=torch.preserve_format)
+                made = made.detach().copy_(local_of(laid_out(saved[key].detach(), parameter)))
+                state[key] = wrapped(made, parameter) if is_dtensor(parameter) else made
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class DevicePlan:
     """The parts of one device, and what they share.
 
     `members` are all parameters on the device, those without a gradient too, so that a step count keeps its place in
-    `steps` whatever receives gradients. `verdict` is (norm, divisor, skip).
+    `steps` whatever receives gradients. `verdict` is (norm, divisor, skip). `scratch` measures the gradients' norm;
+    `shard_norms` are there in its stead where parameters lie over several processes.
     """
 
     device: torch.device
@@ -84,10 +85,19 @@ class DevicePlan:
     steps_before: Tensor | None = None
     hyper: DeviceArray | None = None
     scratch: NormScratch | None = None
+    shard_norms: list[ShardNorm] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Views are made once; each would cost the host a microsecond a step.
         self.norm, self.divisor, self.skip = self.verdict.unbind()
+
+
+class ShardNorm(NamedTuple):
+    """The norm of those gradients whose parts lie on so many processes each; `scratch` writes it into `norm`."""
+
+    replicas: int
+    scratch: NormScratch
+    norm: Tensor
 
 
 def real(tensor: Tensor) -> Tensor:

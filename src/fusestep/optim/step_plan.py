@@ -8,7 +8,7 @@ have no gradient in this step stay in their table with an address of 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -22,11 +22,15 @@ from fusestep.ops.adam_kernel import AdamSignature
 from fusestep.ops.adam_reference import HYPER_ROW
 from fusestep.ops.gradient_norm import NormScratch, combine_norms, norm_reference, to_device, verdict_of
 from fusestep.ops.tensor_table import DeviceArray, gradient_address, upload
-from fusestep.optim.plan_parts import DevicePlan, KernelPart, ReferencePart, Scaling, State, real
+from fusestep.optim.plan_parts import DevicePlan, KernelPart, ReferencePart, Scaling, ShardNorm, State, real
+from fusestep.optim.sharding import Sharding
 from fusestep.optim.step_counts import pack_steps
 from fusestep.optim.weight_copies import PlannedCopies, stepped_weight
 
 __all__ = ["Scaling", "State", "StepPlan", "real"]
+
+#: What parameters of one launch have in common: dtypes, FP8 copies, and on how many processes each part of them lies.
+Launch = tuple[AdamSignature, CopySignature | None, int]
 
 
 def lr_address(lr: Tensor | float) -> int:
@@ -44,6 +48,7 @@ class StepPlan(ABC):
         gradients: of this step, None where missing.
         verdicts: (3,) fp32 for each device, kept by the optimizer.
         capturable: whether a CUDA graph may capture steps of this plan.
+        sharding: how the parameters lie over processes, whose parts here the lists hold then; None for whole ones.
     """
 
     #: The op whose kernels step, for dispatch.
@@ -58,8 +63,10 @@ class StepPlan(ABC):
         gradients: list[Tensor | None],
         verdicts: dict[torch.device, Tensor],
         capturable: bool,
+        sharding: Sharding | None,
     ) -> None:
         self.parameters = parameters
+        self.sharding = sharding
         self.weights = [stepped_weight(p, state) for p, state in zip(parameters, state_of, strict=True)]
         self.copies = PlannedCopies(parameters, self.weights)
         self.group_of = group_of
@@ -95,14 +102,25 @@ class StepPlan(ABC):
             plan.hyper = DeviceArray(rows, hyper, capturable=self.capturable)
             plan.steps_before = torch.empty_like(plan.steps)
         place = {member: p for p, member in enumerate(members)}
-        for (signature, copied), its_members in launches.items():
+        for (signature, copied, _), its_members in launches.items():
             plan.kernels.append(self._kernel_part(groups, plan, signature, copied, its_members, gradients, place))
         for (signature, group), its_members in references.items():
             plan.references.append(ReferencePart(signature, group, its_members))
         if plan.kernels:
             tables = [(part.table, part.signature.gradient) for part in plan.kernels]
-            plan.scratch = NormScratch(device, tables, plan.verdict)
+            if self.sharding is None:
+                plan.scratch = NormScratch(device, tables, plan.verdict)
+                return plan
+            of_table = [count for _, _, count in launches]
+            for count in dict.fromkeys(of_table):
+                own = [table for table, its in zip(tables, of_table, strict=True) if its == count]
+                measured = torch.zeros(3, device=device)
+                plan.shard_norms.append(ShardNorm(count, NormScratch(device, own, measured), measured[0]))
         return plan
+
+    def _replicas(self, i: int) -> int:
+        """On how many processes each part of a parameter lies."""
+        return 1 if self.sharding is None else self.sharding.replicas[i]
 
     def _master(self, i: int) -> Tensor | None:
         """The fp32 weight that is stepped in a parameter's stead, which then receives a rounded copy."""
@@ -112,14 +130,14 @@ class StepPlan(ABC):
 
     def _sorted(
         self, device: torch.device, members: list[int], gradients: list[Tensor | None]
-    ) -> tuple[dict[tuple[AdamSignature, CopySignature | None], list[int]], dict[tuple[AdamSignature, int], list[int]]]:
+    ) -> tuple[dict[Launch, list[int]], dict[tuple[AdamSignature, int], list[int]]]:
         """(the members of each launch, those of each group that the reference steps)."""
         by_signature: dict[AdamSignature, list[int]] = {}
         for i in members:
             gradient, state = gradients[i], self.state_of[i]
             if gradient is not None and state is not None:
                 by_signature.setdefault(self._signature(i, device, gradient, state), []).append(i)
-        launches: dict[tuple[AdamSignature, CopySignature | None], list[int]] = {}
+        launches: dict[Launch, list[int]] = {}
         references: dict[tuple[AdamSignature, int], list[int]] = {}
         for signature, alike in by_signature.items():
             if not uses_triton(self.op, device, signature.unsupported()):
@@ -127,7 +145,7 @@ class StepPlan(ABC):
                     references.setdefault((signature, self.group_of[i]), []).append(i)
                 continue
             for i, launch in zip(alike, self._launches_of(alike, signature, gradients), strict=True):
-                launches.setdefault(launch, []).append(i)
+                launches.setdefault((*launch, self._replicas(i)), []).append(i)
         return launches, references
 
     def _remember(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> None:
@@ -200,6 +218,7 @@ class StepPlan(ABC):
         if max_norm is not None:
             self._judge(gradients, max_norm, scaling)
         elif is_gated:
+            scaling = self._agreed(scaling)
             for plan in self.devices:
                 scale, found_inf = scaling.on(plan.device)
                 assert scale is not None
@@ -225,6 +244,9 @@ class StepPlan(ABC):
     def _judge(self, gradients: list[Tensor | None], max_norm: float, scaling: Scaling) -> None:
         """Write norm, divisor and skip of this step to every device."""
         first = self.devices[0]
+        if self.sharding is not None:
+            self._judge_shards(self.sharding, gradients, max_norm, scaling)
+            return
         if len(self.devices) == 1 and not first.references and first.scratch is not None:
             scale, found_inf = scaling.on(first.device)
             first.scratch.launch(max_norm, scale, found_inf)
@@ -238,9 +260,42 @@ class StepPlan(ABC):
             present = [real(g) for g in (gradients[i] for i in members) if g is not None]
             if present:
                 norms.append(norm_reference(present))
-        # Where a GPU takes part, the numbers meet there, so that the host need not wait for them.
-        home = next((plan.device for plan in self.devices if plan.device.type == "cuda"), first.device)
-        verdict = verdict_of(combine_norms(norms, home), max_norm, scaling.scale, scaling.found_inf)
+        self._give_verdict(combine_norms(norms, self._home()), max_norm, scaling.scale, scaling.found_inf)
+
+    def _judge_shards(
+        self, sharding: Sharding, gradients: list[Tensor | None], max_norm: float, scaling: Scaling
+    ) -> None:
+        """The same where processes hold parts of the parameters: all get one verdict."""
+        norms, replicas = [], []
+        for plan in self.devices:
+            for count, scratch, norm in plan.shard_norms:
+                scratch.launch(float("inf"))
+                norms.append(norm)
+                replicas.append(count)
+            members = [i for part in plan.references for i in part.members]
+            by_count: dict[int, list[Tensor]] = {}
+            for i, gradient in ((i, gradients[i]) for i in members):
+                if gradient is not None:
+                    by_count.setdefault(self._replicas(i), []).append(real(gradient))
+            for count, present in by_count.items():
+                norms.append(norm_reference(present))
+                replicas.append(count)
+        norm, found_inf = sharding.norm(norms, replicas, self._home(), scaling.found_inf)
+        self._give_verdict(norm, max_norm, scaling.scale, found_inf)
+
+    def _agreed(self, scaling: Scaling) -> Scaling:
+        """What a loss scaler left, with what it saw on any process that holds a part of the parameters."""
+        if self.sharding is None or scaling.found_inf is None:
+            return scaling
+        return Scaling(scaling.scale, self.sharding.any_found(scaling.found_inf, self._home()))
+
+    def _home(self) -> torch.device:
+        """Where numbers of several devices meet: on a GPU where one takes part, so that the host need not wait."""
+        devices = [plan.device for plan in self.devices]
+        return next((device for device in devices if device.type == "cuda"), devices[0])
+
+    def _give_verdict(self, norm: Tensor, max_norm: float, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        verdict = verdict_of(norm, max_norm, scale, found_inf)
         for plan in self.devices:
             plan.verdict.copy_(verdict, non_blocking=plan.device.type == "cuda")
 
@@ -256,11 +311,15 @@ class StepPlan(ABC):
                 plan.hyper.tensor[number, 0].copy_(lr.reshape(()), non_blocking=True)
         plan.steps_before.copy_(plan.steps)
         is_counting = counters is not None and counters.device == plan.device
-        for number, part in enumerate(plan.kernels):
-            # Where another launch counts, any int64 memory will do.
-            counted = counters if counters is not None and is_counting else part.table.rows
-            self._launch_part(plan, part, counted, is_gated, is_counting and number == 0)
+        # Where another launch counts, any int64 memory will do.
+        counted = counters if counters is not None and is_counting else plan.kernels[0].table.rows
+        self._launch_parts(plan, counted, is_gated, is_counting)
         return is_counting
+
+    def _launch_parts(self, plan: DevicePlan, counters: Tensor, is_gated: bool, is_counting: bool) -> None:
+        """Update the parameters of all parts; arguments as `_launch_part` takes them, the first part counts."""
+        for number, part in enumerate(plan.kernels):
+            self._launch_part(plan, part, counters, is_gated, is_counting and number == 0)
 
     def _run_references(
         self, groups: Sequence[dict[str, Any]], plan: DevicePlan, gradients: list[Tensor | None], divisor: float
@@ -268,10 +327,20 @@ class StepPlan(ABC):
         present = {i for part in plan.references for i in part.members if gradients[i] is not None}
         plan.steps += torch.tensor([float(i in present) for i in plan.members]).to(plan.device)
         steps = dict(zip(plan.members, plan.steps.tolist(), strict=True))
-        for part in plan.references:
-            members = [i for i in part.members if i in present]
-            if members:
-                self._run_reference(groups[part.group], part, members, gradients, [steps[i] for i in members], divisor)
+        jobs = [(part, [i for i in part.members if i in present]) for part in plan.references]
+        self._run_reference_parts(groups, [job for job in jobs if job[1]], gradients, steps, divisor)
+
+    def _run_reference_parts(
+        self,
+        groups: Sequence[dict[str, Any]],
+        jobs: Sequence[tuple[ReferencePart, list[int]]],
+        gradients: list[Tensor | None],
+        steps: Mapping[int, float],
+        divisor: float,
+    ) -> None:
+        """Step those parameters of each part that have gradients; `steps` by the parameter's place."""
+        for part, members in jobs:
+            self._run_reference(groups[part.group], part, members, gradients, [steps[i] for i in members], divisor)
 
     # What an optimizer's own plan says
 
