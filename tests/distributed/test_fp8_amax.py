@@ -235,6 +235,46 @@ def check_groups(rank: int) -> dict[str, Any]:
     return {"seen": [snapshot(model)]}
 
 
+def check_drop_in(rank: int) -> dict[str, Any]:
+    """Transformer Engine's names: fp8_group, all ranks where it is None, and reduce_amax."""
+    import fusestep
+
+    fusestep.install_shims()
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling as Recipe
+
+        pair = torch.distributed.new_group([0, 1])
+        scales = []
+        for group, reduces in ((None, True), (pair, True), (pair, False)):
+            torch.manual_seed(5)
+            model = te.Linear(16, 16, device="cpu")
+            for step in range(2):
+                with te.fp8_autocast(fp8_recipe=Recipe(amax_history_len=4, reduce_amax=reduces), fp8_group=group):
+                    model(
+                        torch.randn(4, 16, generator=torch.Generator().manual_seed(step + 10 * rank))
+                    ).sum().backward()
+            scales.append(model.fp8_meta["scaling_fwd"].scale.tolist())
+    finally:
+        fusestep.uninstall_shims()
+    return {"scales": scales}
+
+
+def check_compiled(rank: int) -> dict[str, Any]:
+    """A region that begins in a compiled function reduces as any other."""
+    model = Branches()
+
+    def step(x: Tensor) -> Tensor:
+        with fp8_autocast(recipe=RECIPE):
+            loss: Tensor = model(x, "b").square().sum()
+            return loss
+
+    compiled = torch.compile(step, backend="eager")
+    for number in range(3):
+        compiled(inputs(rank, number)).backward()
+    return {"seen": [snapshot(model)]}
+
+
 def check_strangers(rank: int) -> dict[str, Any]:
     """Ranks that built different modules all raise, again and again, and go on with a recipe that reduces nothing."""
     model: Any = nn.Sequential(Linear(9, 9), Linear(9, 9) if rank else LayerNormMLP(9, 9))
@@ -258,7 +298,17 @@ def check_all(rank: int, names: list[str]) -> dict[str, Any]:
     return results
 
 
-TOGETHER = ["amaxes", "branches", "poison", "accumulation", "copies_and_files", "alone", "strangers"]
+TOGETHER = [
+    "amaxes",
+    "branches",
+    "poison",
+    "accumulation",
+    "copies_and_files",
+    "alone",
+    "drop_in",
+    "compiled",
+    "strangers",
+]
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +361,18 @@ def test_states_go_through_files_and_copies(two: list[dict[str, Any]]) -> None:
 def test_who_reduces_nothing_calls_nobody(two: list[dict[str, Any]]) -> None:
     assert all(one["alone"]["sizes"] == [] for one in two)
     assert two[0]["alone"]["scale"] != two[1]["alone"]["scale"]
+
+
+def test_transformer_engine_s_names_reduce_over_the_same_ranks(two: list[dict[str, Any]]) -> None:
+    first, second = (one["drop_in"]["scales"] for one in two)
+    assert first[:2] == second[:2]
+    assert first[0] == first[1]
+    assert first[2] != second[2]
+
+
+def test_a_compiled_function_reduces_too(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "compiled")
+    assert two[0]["compiled"]["seen"][0]["a"][2] == [2, 2, 2]
 
 
 def test_ranks_that_built_different_modules_all_raise(two: list[dict[str, Any]]) -> None:

@@ -119,20 +119,25 @@ def test_modules_are_rolled_together_whatever_their_histories() -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def rolled_by_kernel(device: torch.device) -> None:
-    """Compare the kernel with the reference, bit for bit, over unlike histories and every kind of amax."""
+def rolled_by_kernel(device: torch.device, given: bool = False) -> None:
+    """Compare the kernel with the reference, bit for bit, over unlike histories and every kind of amax.
+
+    Args: given: amaxes come from elsewhere, and those in the slots are others.
+    """
     generator = torch.Generator().manual_seed(4)
     shapes = [(3, 1), (1, 16), (2, 5), (2, 1025), (0, 8)]
     for most_recent in (False, True):
         ours = [state(*shape, device, largest) for shape, largest in zip(shapes, (448.0, 57344.0) * 3, strict=False)]
         theirs = [tuple(t.to("cpu", copy=True) for t in s) for s in ours]
-        table = RollTable(ours)
+        elsewhere = torch.zeros(sum(s[0].shape[0] for s in ours), device=device).split([s[0].shape[0] for s in ours])
+        table = RollTable(ours, elsewhere if given else None)
         for step in range(8):
-            for s, t in zip(ours, theirs, strict=True):
+            for s, t, e in zip(ours, theirs, elsewhere, strict=True):
                 amax = torch.rand(s[0].shape[0], generator=generator) * 10.0 ** (5 * step - 20)
                 amax[: step % 3] = (0.0, math.inf, math.nan, 1e-45)[step % 4]
                 t[0][:, AMAX] = amax
-                s[0][:, AMAX] = amax.to(device)
+                s[0][:, AMAX] = 3e30 if given else amax.to(device)
+                e.copy_(amax)
             table.roll(margin=step % 3, most_recent=most_recent)
             for s, t in zip(ours, theirs, strict=True):
                 roll_scales_reference(*t, margin=step % 3, most_recent=most_recent)
@@ -142,12 +147,14 @@ def rolled_by_kernel(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_the_kernel_gives_the_bits_of_the_reference() -> None:
     rolled_by_kernel(torch.device("cuda", 0))
+    rolled_by_kernel(torch.device("cuda", 0), given=True)
 
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_the_kernel_in_the_interpreter_gives_the_bits_of_the_reference() -> None:
     rolled_by_kernel(CPU)
+    rolled_by_kernel(CPU, given=True)
 
 
 @pytest.mark.interpreter

@@ -122,11 +122,12 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         # A region within backward belongs to a forward that is computed again, and begins no step.
         if enabled or calibrating:
             group = region_group(recipe, group)
-            is_training = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-            if is_training and not thread.depth:
-                thread.pending.roll()
-            if is_training and group is not None and isinstance(recipe, DelayedScaling):
-                thread.pending.begin(group, recipe)
+            is_outermost = not thread.depth
+            if (is_outermost or group is not None) and torch.is_grad_enabled() and not _is_in_backward():
+                if is_outermost:
+                    thread.pending.roll()
+                if group is not None:
+                    thread.pending.begin(group, recipe)
             thread.depth += 1
         self._outer.append(thread.region)
         thread.region = Region(enabled, recipe, calibrating, group, thread.pending)
@@ -136,6 +137,10 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         enabled, _, calibrating, _ = self._asked
         thread.depth -= enabled or calibrating
         thread.region = self._outer.pop()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _misuse(enabled: object, recipe: object, calibrating: object) -> UserError:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from fusestep.errors import UserError
 from fusestep.fp8.copies import CopyFormat
 from fusestep.fp8.gathered_cast import amaxes_of, cast_rows, whole_quantized
-from fusestep.fp8.model_init import WEIGHT_NAMES
+from fusestep.fp8.model_init import WEIGHT_NAMES, keep_marks
 from fusestep.fp8.recipes import Float8CurrentScaling, Recipe
 from fusestep.fp8.tensor import Float8Tensor
 
@@ -281,6 +281,7 @@ def gather_in_fp8(model: nn.Module, recipe: Recipe | None = None) -> int:
             initial = parameter.get_high_precision_init_val()
             values = parameter.dequantize() if initial is None else initial.to(parameter.device, copy=True)
         made = nn.Parameter(GatheredWeight(values, scaled), requires_grad=parameter.requires_grad)
+        keep_marks(parameter, made)
         module._parameters[name] = made
     return len(found)
 

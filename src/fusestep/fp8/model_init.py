@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fusestep.distributed.groups import is_dtensor, laid_out, local_of, wrapped
 from fusestep.errors import UserError
 from fusestep.fp8.copies import CopyFormat
+from fusestep.fp8.held import ATTRIBUTE
 from fusestep.fp8.recipes import DelayedScaling, Recipe
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.quantized import Quantized, padded
@@ -100,8 +101,18 @@ def prepare_weights(module: nn.Module, names: Sequence[str]) -> None:
         parameter = getattr(module, name)
         if parameter is None or parameter.is_meta or is_dtensor(parameter) or isinstance(parameter, Float8Tensor):
             continue
-        made = Float8Tensor.of(parameter, form, keep_initial=wanted.preserves)
-        setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+        made = nn.Parameter(
+            Float8Tensor.of(parameter, form, keep_initial=wanted.preserves), requires_grad=parameter.requires_grad
+        )
+        keep_marks(parameter, made)
+        setattr(module, name, made)
+
+
+def keep_marks(parameter: Tensor, made: Tensor) -> None:
+    """Give a parameter what others have marked the one before it with, such as how ranks share it."""
+    for name, value in vars(parameter).items():
+        if name not in vars(made) and not name.startswith("_") and name not in ("form", ATTRIBUTE):
+            setattr(made, name, value)
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:  # noqa: ARG001
