@@ -229,8 +229,8 @@ def check_training(rank: int) -> dict[str, Any]:
     optimizer = FusedAdam(bf16.parameters(), lr=1e-3, master_weights=True)
     with fp8.fp8_autocast(recipe=recipe):
         bf16(batch(0, rank, world())[0].bfloat16()).square().mean().backward()
-    optimizer.step() if MASTERS else None
-    state = optimizer.state[bf16.first.weight]["master_param"] if MASTERS else bf16.first.weight.float()
+    optimizer.step()
+    state = optimizer.state[bf16.first.weight]["master_param"]
     return {
         "finite": all(map(math.isfinite, [*first, *more])) and bool(y.isfinite().all()),
         "same": same,
@@ -243,9 +243,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-
-
-MASTERS = False
 
 
 def check_saving(rank: int, state: dict[str, Tensor] | None) -> dict[str, Any]:
