@@ -27,11 +27,12 @@ import torch.nn.functional as F
 
 from fusestep import fp8
 from fusestep.data import Source, open_source
+from fusestep.fp8.recipes import Recipe
 from fusestep.models import GPT, PRESETS, generate
 from fusestep.optim import FusedAdam
 
 REVERSED = "bf16, rows reversed"
-RECIPES: dict[str, fp8.Recipe | None] = {
+RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     REVERSED: None,
     "delayed": fp8.DelayedScaling(amax_history_len=16),

@@ -34,6 +34,7 @@ def test_every_part_is_a_module_that_the_command_can_show_and_compare() -> None:
     for name in parts.PARTS:
         part = parts.load(name)
         assert part.module.COLUMNS
+        assert f"`{name.partition('-')[0]}" in (ROOT / "docs" / "measuring.md").read_text(), name
         assert callable(part.module.cells)
         assert callable(part.module.run)
         assert set(part.ratios.values()) <= {"more", "less"}
