@@ -18,19 +18,38 @@ if TYPE_CHECKING:
 def built_model(who: str, name: str) -> nn.Module:
     """Import the module, call the function without arguments, and return the model that it makes.
 
+    Args:
+        who: speaks in the error.
+        name: as of `built`.
+    Raises: UserError as `built` does, and for anything that is no torch.nn.Module and holds none as `model`.
+    """
+    from torch import nn
+
+    made = built(who, name)
+    # What the ladder takes, a model with its batches and its loss, has the model in it.
+    model = made if isinstance(made, nn.Module) else getattr(made, "model", None)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{who}: {name}() gives a {type(made).__name__}; let it return a torch.nn.Module.")
+    return model
+
+
+def built(who: str, name: str) -> Any:
+    """Import the module, call the function without arguments, and return what it gives.
+
     Modules are found in the working folder too, as `python -m` finds them.
 
     Args:
         who: speaks in the error.
-        name: "pkg.mod:factory"; the factory may be a class, or an attribute of one ("pkg.mod:Class.small").
-    Raises: UserError where the name leads to no model, with the place in the user's code where it failed.
+        name: "pkg.mod:factory"; the factory may be a class, or an attribute of one ("pkg.mod:Class.small"), or a
+            torch.nn.Module, which is what is returned then.
+    Raises: UserError where the name leads to no factory, with the place in the user's code where it failed.
     """
     module_name, colon, attributes = name.partition(":")
     if not (module_name and colon and attributes):
         raise UserError(f"{who}: {name!r} names no factory; pass module:function, as in pkg.mod:factory.")
     if os.getcwd() not in sys.path:  # noqa: PTH109 (sys.path holds strings)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    found: Any = _guarded(f"{who}: {module_name} cannot be imported", lambda: importlib.import_module(module_name))
+    found: Any = guarded(f"{who}: {module_name} cannot be imported", lambda: importlib.import_module(module_name))
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise UserError(
@@ -41,17 +60,21 @@ def built_model(who: str, name: str) -> nn.Module:
         raise UserError(f"{who}: {name} is a {type(found).__name__}; pass the name of a function that makes a model.")
     from torch import nn
 
-    model = found if isinstance(found, nn.Module) else _guarded(f"{who}: {name}() fails", found)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{who}: {name}() gives a {type(model).__name__}; let it return a torch.nn.Module.")
-    return model
+    return found if isinstance(found, nn.Module) else guarded(f"{who}: {name}() fails", found)
 
 
-def _guarded(what: str, call: Callable[[], Any]) -> Any:
-    """The result of the user's code; its error in one sentence, since it is theirs to mend."""
+def guarded(what: str, call: Callable[[], Any]) -> Any:
+    """The result of the user's code; its error in one sentence, since it is theirs to mend.
+
+    Memory that runs out is nobody's fault, and raised as it is.
+    """
+    from fusestep.memory import ran_out
+
     try:
         return call()
     except Exception as error:
+        if ran_out(error):
+            raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if place.filename == __file__ else f", at {place.filename}:{place.lineno}"
         message = str(error).partition("\n")[0]

@@ -17,15 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fusestep.ladder.beside import checked, compared
 from fusestep.ladder.ceilings import Ceilings
+from fusestep.ladder.contenders import PEERS, contenders_of_peer, native
 from fusestep.ladder.gate import Verdict
+from fusestep.ladder.measured import Round
 from fusestep.ladder.memory import Peak
-from fusestep.ladder.results import Ladder, Round, RungResult
+from fusestep.ladder.profiling import Kernel
+from fusestep.ladder.results import ContenderResult, Ladder, RungResult
 from fusestep.ladder.run import _compared
 from fusestep.ladder.rungs import RUNGS, recipe_of
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import Timing
+
+OPENING = (5.0, 4.9, 4.8, 4.7, 4.6, 4.5, 4.4)
 
 SERVED = {"scaled_mm": "native", "train_step": "graph"}
 
@@ -49,9 +56,17 @@ def make_ladder() -> Callable[..., Ladder]:
     """Makes a ladder of the named rungs, compared as a real one is.
 
     `busy` is the share of a step that a GPU is busy; with `gpu` every rung has device times and reserved memory.
+    `beside` has the times of contenders by their names, and `opening` their first losses.
     """
 
-    def make(rungs: Mapping[str, Made], *, gpu: bool = True, **plan: Any) -> Ladder:
+    def make(
+        rungs: Mapping[str, Made],
+        *,
+        gpu: bool = True,
+        beside: Mapping[str, tuple[float, ...]] | None = None,
+        opening: tuple[float, ...] = OPENING,
+        **plan: Any,
+    ) -> Ladder:
         registry = {rung.name: rung for rung in RUNGS}
         results = {}
         for name, made in rungs.items():
@@ -68,7 +83,17 @@ def make_ladder() -> Callable[..., Ladder]:
                 rounds=tuple(_round(made, ms, gpu) for ms in made.times),
             )
         rounds = max((len(made.times) for made in rungs.values()), default=0)
+        device = torch.device("cuda" if gpu else "cpu")
+        known = [native(name, device, compiled=gpu) for name in ("native-fp32", "native-amp", "native-bf16")]
+        known += [one for peer in PEERS for one in contenders_of_peer(peer, device)]
+        others = []
+        for name, times in (beside or {}).items():
+            contender = next(one for one in known if one.name == name)
+            measured = tuple(replace(_round(Made(), ms, gpu), parts=(), opening=opening) for ms in times)
+            result = ContenderResult(contender, contender.attempts[0], 8192, measured, flops=10**12, moved=10**10)
+            others.append(checked(result, next(iter(results.values()))))
         return Ladder(
+            contenders=tuple(others),
             plan={
                 "preset": "mini",
                 "parameters": 28_900_000,
@@ -79,6 +104,8 @@ def make_ladder() -> Callable[..., Ladder]:
                 "steps": 36,
                 "gate_steps": 200,
                 "data": "synthetic",
+                "flops_formula": "FLOPs a token",
+                "bytes_formula": "bytes a step",
                 **plan,
             },
             environment={
@@ -89,7 +116,7 @@ def make_ladder() -> Callable[..., Ladder]:
                 "triton": "3.6.0",
                 "driver": "570",
             },
-            rungs=_compared(results, RUNGS),
+            rungs=compared(_compared(results, RUNGS), others),
             notes=("A note.",),
             ceilings=Ceilings({"fp32": 5e13, "bf16": 7e14, "fp8": 1.2e15}, 4e12) if gpu else None,
         )
@@ -111,6 +138,8 @@ def _round(made: Made, ms: float, gpu: bool) -> Round:
         tuple(parts),
         "torch.optim.AdamW",
         2,
+        OPENING,
+        (Kernel("void gemm<float>(float*)", 8.0, 0.6 * ms, 0.6), Kernel("norm", 2.0, 0.1 * ms, 0.1)),
     )
 
 

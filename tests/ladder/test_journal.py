@@ -22,7 +22,9 @@ from fusestep.ladder.rungs import RUNGS
 from fusestep.ladder.timing import Timing
 from fusestep.ladder.worker import Request
 
-CONFIG = LadderConfig(preset="tiny", rungs="adam,fused-adam,amp", rounds=3, steps=12, gate_steps=10, device="cpu")
+CONFIG = LadderConfig(
+    preset="tiny", rungs="adam,fused-adam,amp", rounds=3, steps=12, gate_steps=10, device="cpu", natives="none"
+)
 HERE = {
     "date": "2026-12-01",
     "device": "cpu",
@@ -76,6 +78,9 @@ class Table:
             "parts": [],
             "optimizer": key,
             "threads": 2,
+            "opening": [3.0] * 7,
+            "kernels": [],
+            "unprofiled": "",
         }
         return Reply(done=json.loads(json.dumps(done)))
 
@@ -239,8 +244,8 @@ def test_without_resume_a_ladder_that_was_cut_off_is_left_alone(table: Table, tm
 
 def command(out: Path, **options: Any) -> None:
     """`fusestep ladder` with CONFIG, in this process."""
-    chosen = {"preset": "tiny", "rungs": CONFIG.rungs, "rounds": 3, "steps": 12, "gate_steps": 10, "device": "cpu"}
-    cli.command(out=out, **{**chosen, **options})
+    names = ("preset", "rungs", "rounds", "steps", "gate_steps", "device", "natives")
+    cli.command(out=out, **{**{name: getattr(CONFIG, name) for name in names}, **options})
 
 
 def test_the_command_goes_on_and_says_so_of_a_finished_ladder_and_measures_nothing(

@@ -42,7 +42,9 @@ def file(plain: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def order(shown: Any) -> list[str]:
-    names: list[str] = shown.evaluate("[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent)")
+    names: list[str] = shown.evaluate(
+        "[...document.querySelectorAll('#figures tbody tr')].map(row => row.cells[0].textContent)"
+    )
     return names
 
 
@@ -60,7 +62,7 @@ def press(shown: Any, title: str) -> str:
 def test_it_renders_without_an_error_or_a_request(chromium: Any, file: Path, plain: dict[str, Any]) -> None:
     shown = chromium.open(file)
     assert shown.evaluate("document.querySelector('.headline').textContent") == plain["verdict"]["headline"]
-    assert shown.evaluate("document.querySelectorAll('tbody tr').length") == 5
+    assert shown.evaluate("document.querySelectorAll('#figures tbody tr').length") == 5
     assert shown.evaluate("document.querySelectorAll('.chart').length") == 6
     assert shown.evaluate("document.querySelectorAll('script').length") == 1
     text = shown.evaluate("document.body.textContent")

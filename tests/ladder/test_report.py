@@ -17,8 +17,9 @@ from rich.console import Console
 from fusestep.errors import UserError
 from fusestep.ladder import Ladder, report, table
 from fusestep.ladder.gate import Verdict
+from fusestep.ladder.measured import Round
 from fusestep.ladder.memory import Peak
-from fusestep.ladder.results import Comparison, Round, RungResult
+from fusestep.ladder.results import Comparison, RungResult
 from fusestep.ladder.rungs import RUNGS, recipe_of
 from fusestep.ladder.statistics import Gain, paired_gain
 from fusestep.ladder.step import Part

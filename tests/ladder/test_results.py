@@ -5,8 +5,9 @@ import math
 import pytest
 
 from fusestep.ladder.gate import Verdict
+from fusestep.ladder.measured import Round
 from fusestep.ladder.memory import Peak
-from fusestep.ladder.results import Round, RungResult, compare
+from fusestep.ladder.results import RungResult, compare
 from fusestep.ladder.rungs import RUNGS, recipe_of
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import Timing

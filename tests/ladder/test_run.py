@@ -20,7 +20,7 @@ from fusestep.ladder.run import orders_of_rounds
 from fusestep.ladder.rungs import RUNGS, Rung, recipe_of
 from fusestep.ladder.words import remarks_of
 
-SMALL = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=12, batch=2, device="cpu")
+SMALL = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=12, batch=2, device="cpu", natives="none")
 
 
 def wrong_rung(name: str, **changes: object) -> Rung:
@@ -232,7 +232,7 @@ def test_a_failed_baseline_leaves_the_others_measured_and_without_gains() -> Non
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_fused_rungs_run_kernels_and_pass_their_gate() -> None:
-    config = LadderConfig(preset="mini", rounds=2, steps=12, gate_steps=30, batch=4, device="cuda")
+    config = LadderConfig(preset="mini", rounds=2, steps=12, gate_steps=30, batch=4, device="cuda", natives="none")
     measured = ladder(config)
     for result in measured.rungs:
         assert result.failure is None, result.log

@@ -14,9 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
 from fusestep.ladder import Ladder, LadderConfig, journal, ladder, report
-from fusestep.ladder.plan import plan
+from fusestep.ladder.plan import BATCH, plan
 from fusestep.ladder.run import Progress as Report
 from fusestep.ladder.table import show
+from fusestep.models import PRESETS
 
 #: A table in a pipe is as wide as it needs to be, not as a terminal that is not there.
 _PIPE_WIDTH = 180
@@ -24,8 +25,15 @@ _PIPE_WIDTH = 180
 
 def command(
     preset: Annotated[
-        str, typer.Option(help="tiny, mini, scaleup or gpt2; auto is mini on a GPU and tiny on a CPU.")
+        str, typer.Option(help=f"auto (mini on a GPU, tiny on a CPU), {', '.join(PRESETS)}: the built-in GPT.")
     ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="A model of your own in place of a preset: pkg.mod:factory. See docs/ladder-model.md.",
+        ),
+    ] = None,
     rungs: Annotated[
         str,
         typer.Option(
@@ -33,7 +41,29 @@ def command(
             "would be emulated and graph where there is no GPU."
         ),
     ] = "auto",
-    data: Annotated[str, typer.Option(help="What is timed on: synthetic, text:PATH or tokens:PATH.")] = "synthetic",
+    base: Annotated[
+        str | None, typer.Option(help="The rung that all are compared with; those before it are left out. adam.")
+    ] = None,
+    natives: Annotated[
+        str,
+        typer.Option(
+            help="The best of native PyTorch beside the rungs: auto, none, or of native-fp32,native-amp,native-bf16."
+        ),
+    ] = "auto",
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Whether natives go through torch.compile; on a GPU they do."),
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help="Other libraries beside the rungs: of apex,te,liger,torchao,quack, or all.")
+    ] = "",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="What is timed on: synthetic, random (ids of the whole vocabulary), text:PATH or tokens:PATH; auto is "
+            "random for a large vocabulary."
+        ),
+    ] = "auto",
     rounds: Annotated[
         int | None, typer.Option(help="Times that each rung is timed, in a new process each; 5 on a GPU, 3 on a CPU.")
     ] = None,
@@ -42,7 +72,10 @@ def command(
         int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 40 on a CPU.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences a step; by default 8 for tiny, 32 for mini and scaleup, 16 for gpt2.")
+        int | None,
+        typer.Option(
+            help=f"Sequences a step; by default {', '.join(f'{size} for {name}' for name, size in BATCH.items())}."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, data and the order of the rungs.")] = 0,
@@ -85,6 +118,11 @@ def command(
         fp8_format=cast(FormatName, fp8_format),
         amax_history=amax_history,
         fp8_stats=fp8_stats,
+        model=model,
+        base=base,
+        natives=natives,
+        compiled=compiled,
+        peers=peers,
     )
     report.check_folder(out, resume=resume)
     kept = report.finished(out, plan(config)) if resume else None
@@ -104,8 +142,9 @@ def command(
     if as_json:
         typer.echo(json.dumps(report.as_dict(measured), indent=1, allow_nan=False))
     else:
-        console = Console()
-        show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH))
+        # A name such as :llama: is no picture, and [1] no style.
+        console = Console(emoji=False, markup=False)
+        show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH, emoji=False, markup=False))
     _say_where(out, report.save(measured, out), "", err=as_json)
     if all(result.failure is not None for result in measured.rungs):
         raise typer.Exit(1)

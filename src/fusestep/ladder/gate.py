@@ -41,6 +41,31 @@ class Verdict:
     reason: str
 
 
+@dataclass(frozen=True)
+class Check:
+    """What is said of a contender, in place of a gate of many steps: whether its first losses are the first rung's.
+
+    Attributes:
+        loss: mean of its first losses; deviation: |loss − first rung's| / first rung's; tolerance: what was allowed.
+        reason: one clause, for a reader.
+    """
+
+    passed: bool
+    loss: float
+    deviation: float
+    tolerance: float
+    reason: str
+
+
+def check(opening: Sequence[float], baseline: Sequence[float], tolerance: float) -> Check:
+    """Compare the first losses of a contender with those of the first rung, from the same weights on the same data."""
+    loss, reference = statistics.fmean(opening), statistics.fmean(baseline)
+    deviation = abs(loss - reference) / abs(reference)
+    passed = deviation <= tolerance  # false where a loss is not finite
+    said = f"the mean of its first {len(opening)} losses is {loss:.4f}, {deviation:.3%} from {reference:.4f}"
+    return Check(passed, loss, deviation, tolerance, f"{said}; allowed is {tolerance:.2%}")
+
+
 def last_loss(curve: Sequence[float]) -> float:
     """Mean of the last tenth of a loss curve, at least one step: of 200 steps, those from 181 on."""
     return statistics.fmean(curve[-max(1, len(curve) // 10) :])

@@ -42,7 +42,7 @@ _SAME = (
 )
 
 #: The options whose names are not those of the plan's fields.
-_OPTIONS = {"scaling": "recipe"}
+_OPTIONS = {"scaling": "recipe", "factory": "model", "compiled": "compile"}
 
 
 class Journal:
@@ -160,4 +160,4 @@ def _plain(value: Any) -> Any:
 def _in_words(value: Any) -> str:
     if value is None:
         return "unset"
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

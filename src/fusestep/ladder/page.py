@@ -33,22 +33,38 @@ def draw(plain: Mapping[str, Any]) -> str:
     )
     rungs = plain["rungs"]
     ceilings = plain["ceilings"]
+    # Ladders of before there were any lack them, and are drawn all the same.
+    contenders = plain.get("contenders", [])
     return environment.get_template("ladder.html").render(
         title=plain["title"],
         verdict=plain["verdict"],
-        table=_table(rungs),
-        charts=[chart for chart in (_times(rungs), _memory(rungs), _apart(rungs), _rates(rungs, ceilings)) if chart],
+        table=_table(rungs, contenders),
+        contenders=_contenders(contenders),
+        charts=[
+            chart
+            for chart in (
+                _times([*rungs, *(one for one in contenders if one["rounds"])]),
+                _memory([*rungs, *(one for one in contenders if one["rounds"])]),
+                _apart([*rungs, *(one for one in contenders if one["rounds"])]),
+                _rates(rungs, ceilings),
+            )
+            if chart
+        ],
+        kernels=_kernels([*rungs, *contenders]),
         plots=_plots(rungs),
         remarks=plain["remarks"],
-        logs=[(rung["name"], rung["log"]) for rung in rungs if rung["log"]],
-        rungs=[(rung["name"], rung["summary"]) for rung in rungs],
+        logs=[(rung["name"], rung["log"]) for rung in (*rungs, *contenders) if rung["log"]],
+        rungs=[(rung["name"], rung["summary"]) for rung in (*rungs, *contenders)],
         environment=_in_words(plain["environment"]),
         plan=_in_words({**plain["plan"], **({} if ceilings is None else {"ceilings": ceilings})}),
     )
 
 
-def _table(rungs: Sequence[Rung]) -> dict[str, Any]:
+def _table(rungs: Sequence[Rung], contenders: Sequence[Rung]) -> dict[str, Any]:
     """Columns and cells; a column of which no rung has a value is left out."""
+    peers = list(dict.fromkeys(one["library"] for one in contenders if one["library"]))
+    natives = ["native"] if any(one["kind"] == "native" for one in contenders) else []
+    titles = {"native": "over native", **{peer: f"over {peer}" for peer in peers}}
     columns: list[tuple[str, bool, list[tuple[Any, str]]]] = [
         ("rung", False, [(rung["name"], rung["name"]) for rung in rungs]),
         ("verdict", False, [(rung["decision"], rung["decision"] or "") for rung in rungs]),
@@ -56,6 +72,10 @@ def _table(rungs: Sequence[Rung]) -> dict[str, Any]:
         ("quartiles", True, [(rung["step_ms_quartile_1"], _quartiles(rung)) for rung in rungs]),
         ("over first", True, [(rung["gain_over_first"], _gain(rung, "over_first")) for rung in rungs]),
         ("over previous", True, [(rung["gain_over_previous"], _gain(rung, "over_previous")) for rung in rungs]),
+        *(
+            (titles[name], True, [(rung[f"gain_over_{name}"], _gain(rung, f"over_{name}")) for rung in rungs])
+            for name in (*natives, *peers)
+        ),
         ("tokens/s", True, [_figure(rung["tokens_per_s"], "{:,.0f}") for rung in rungs]),
         ("peak MiB", True, [_figure(rung["peak_bytes"], "{:,.0f}", 2**20) for rung in rungs]),
         ("first step ms", True, [_figure(rung["first_step_ms"], "{:,.0f}") for rung in rungs]),
@@ -69,6 +89,10 @@ def _table(rungs: Sequence[Rung]) -> dict[str, Any]:
         ("gate", False, [(rung["gate_passed"], _gate(rung)) for rung in rungs]),
         ("fused part runs as", False, [(rung["runs_as"], rung["runs_as"] or "") for rung in rungs]),
     ]
+    return _cells(columns, len(rungs))
+
+
+def _cells(columns: Sequence[tuple[str, bool, list[tuple[Any, str]]]], rows: int) -> dict[str, Any]:
     shown = [column for column in columns if any(text for _, text in column[2])]
     return {
         "columns": [{"title": title, "is_number": is_number} for title, is_number, _ in shown],
@@ -78,9 +102,37 @@ def _table(rungs: Sequence[Rung]) -> dict[str, Any]:
                 for _, is_number, cells in shown
                 for value, text in [cells[place]]
             ]
-            for place in range(len(rungs))
+            for place in range(rows)
         ],
     }
+
+
+def _contenders(contenders: Sequence[Rung]) -> dict[str, Any] | None:
+    """What stands beside the rungs, with its own figures; None where nothing does."""
+    if not contenders:
+        return None
+    columns: list[tuple[str, bool, list[tuple[Any, str]]]] = [
+        ("beside", False, [(one["name"], one["name"]) for one in contenders]),
+        ("version", False, [(one["version"], one["version"] or "") for one in contenders]),
+        ("numbers", False, [(one["numbers"], one["numbers"]) for one in contenders]),
+        ("status", False, [(one["status"], one["status"]) for one in contenders]),
+        ("step ms", True, [_figure(one["step_ms"], "{:.2f}") for one in contenders]),
+        ("quartiles", True, [(one["step_ms_quartile_1"], _quartiles(one)) for one in contenders]),
+        ("tokens/s", True, [_figure(one["tokens_per_s"], "{:,.0f}") for one in contenders]),
+        ("peak MiB", True, [_figure(one["peak_bytes"], "{:,.0f}", 2**20) for one in contenders]),
+        ("first step ms", True, [_figure(one["first_step_ms"], "{:,.0f}") for one in contenders]),
+        ("host ms", True, [_figure(one["host_ms"], "{:.2f}") for one in contenders]),
+        ("device ms", True, [_figure(one["device_ms"], "{:.2f}") for one in contenders]),
+        ("TFLOP/s", True, [_figure(one["flops_per_s"], "{:,.3g}", 1e12) for one in contenders]),
+        ("of a product's", True, [_figure(one["of_product_ceiling"], "{:.0%}") for one in contenders]),
+        ("first losses off by", True, [_figure((one["check"] or {}).get("deviation"), "{:.4%}") for one in contenders]),
+    ]
+    return _cells(columns, len(contenders))
+
+
+def _kernels(measured: Sequence[Rung]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What takes the time, of each that was profiled."""
+    return [(one["name"], one["kernels"]) for one in measured if one.get("kernels")]
 
 
 def _figure(value: float | None, form: str, unit: float = 1.0, missing: str = "") -> tuple[float | None, str]:
@@ -88,7 +140,9 @@ def _figure(value: float | None, form: str, unit: float = 1.0, missing: str = ""
 
 
 def _missing(rung: Rung) -> str:
-    return "did not run" if rung["failure"] is not None else ""
+    if rung["failure"] is not None:
+        return "did not run"
+    return "changes nothing" if rung.get("unchanged") is not None else ""
 
 
 def _quartiles(rung: Rung) -> str:
@@ -119,7 +173,7 @@ def _times(rungs: Sequence[Rung]) -> dict[str, Any]:
     for rung in rungs:
         ms, low, high = rung["step_ms"], rung["step_ms_quartile_1"], rung["step_ms_quartile_3"]
         if ms is None:
-            rows.append(_row(rung["name"], "did not run", []))
+            rows.append(_row(rung["name"], _missing(rung), []))
             continue
         label = f"{ms:.2f} ms, quartiles {low:.2f}–{high:.2f}"
         bar = _bar(ms, full, label, spread=(low, high), dots=[r["step_ms"] for r in rung["rounds"]])

@@ -11,20 +11,34 @@ import torch
 from fusestep import hardware
 from fusestep.data import open_source
 from fusestep.errors import UserError
-from fusestep.fp8 import support
-from fusestep.fp8.recipes import FormatName, RecipeName, recipe_named
-from fusestep.ladder import gate
+from fusestep.fp8.recipes import FormatName, RecipeName
+from fusestep.ladder import described, gate, work
+from fusestep.ladder.choices import remarks
+from fusestep.ladder.contenders import (
+    PEERS_OF_OWN_MODELS,
+    Contender,
+    can_compile,
+    contenders_of_peer,
+    native,
+    native_names,
+    peer_names,
+)
+from fusestep.ladder.described import Description
+from fusestep.ladder.processes import Workers
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung, default_names, recipe_of, select
+from fusestep.ladder.subject import RANDOM
 from fusestep.ladder.timing import steps_in_windows
 from fusestep.ladder.worker import Request
-from fusestep.language import interpreted
 from fusestep.models import GPT, PRESETS, GPTConfig
 
 #: Sequences in a batch where none are asked for; those of the speed targets.
-BATCH = {"tiny": 8, "mini": 32, "scaleup": 32, "gpt2": 16}
+BATCH = {"tiny": 8, "mini": 32, "scaleup": 32, "gpt2": 16, "gpt2-untied": 16, "long": 4}
 
 #: Rounds, steps or sequences; more is a slip of the keyboard.
 MAXIMUM_COUNT = 10**6
+
+#: What is timed on by default where the vocabulary is this small; a larger one would hardly be touched by it.
+_SYNTHETIC, _SYNTHETIC_UP_TO = "synthetic", 1024
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,8 @@ class LadderConfig:
     Attributes:
         preset: a name of `fusestep.models.PRESETS`; auto is mini on a GPU and tiny on a CPU.
         rungs: which, as `fusestep.ladder.rungs.select` reads it; auto is all that mean something on the device.
-        data: what the timed steps train on, as `fusestep.data.open_source` reads it; the gate has its own text.
+        data: what the timed steps train on, as `fusestep.data.open_source` reads it, or random (tokens of the whole
+            vocabulary); auto is synthetic for a small vocabulary and random for a large one. The gate has its own text.
         rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
         steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
         gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 40 on a CPU.
@@ -43,11 +58,16 @@ class LadderConfig:
         seed: of weights, data and the order of the rungs.
         scaling, fp8_format, amax_history: of the rung fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
         fp8_stats: count what FP8 saturates while the gate runs.
+        model: a factory of the user's, "pkg.mod:function", in place of a preset.
+        base: the rung that all are compared with; those before it are left out.
+        natives: as `fusestep.ladder.contenders.native_names` reads it.
+        compiled: whether natives go through torch.compile; None: on a GPU.
+        peers: as `fusestep.ladder.contenders.peer_names` reads it.
     """
 
     preset: str = "auto"
     rungs: str = "auto"
-    data: str = "synthetic"
+    data: str = "auto"
     rounds: int | None = None
     steps: int | None = None
     gate_steps: int | None = None
@@ -58,33 +78,51 @@ class LadderConfig:
     fp8_format: FormatName = "auto"
     amax_history: int | None = None
     fp8_stats: bool = False
+    model: str | None = None
+    base: str | None = None
+    natives: str = "auto"
+    compiled: bool | None = None
+    peers: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A `LadderConfig` with every choice made, and remarks about those that were made for the reader."""
+    """A `LadderConfig` with every choice made, and remarks about those that were made for the reader.
 
-    preset: str
+    `preset`, `model` and `gate_model` are those of the built-in GPT; a model of the user's has its `factory` and what
+    is known of it, `described`.
+    """
+
+    preset: str | None
     rungs: tuple[str, ...]
     data: str
     rounds: int
     steps: int
     gate_steps: int
-    batch: int
+    batch: int | None
     device: str
     seed: int
     scaling: RecipeName
     fp8_format: FormatName
     amax_history: int | None
     fp8_stats: bool
-    model: GPTConfig
-    gate_model: GPTConfig
+    model: GPTConfig | None
+    gate_model: GPTConfig | None
     parameters: int
+    factory: str | None
+    described: Description | None
+    natives: tuple[str, ...]
+    compiled: bool
+    peers: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def tokens(self) -> int:
         """Of a step."""
+        if self.described is not None:
+            return self.described.tokens
+        assert self.model is not None
+        assert self.batch is not None
         return self.batch * self.model.context
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,16 +138,41 @@ class Plan:
             return recipe
         return replace(recipe, scaling=self.scaling, fp8_format=self.fp8_format, amax_history=self.amax_history)
 
+    def contenders(self) -> list[Contender]:
+        """What stands beside the rungs."""
+        device = torch.device(self.device)
+        found = [native(name, device, compiled=self.compiled) for name in self.natives]
+        is_own = self.factory is not None
+        return found + [one for peer in self.peers for one in contenders_of_peer(peer, device, is_own=is_own)]
+
+    def work_of(self, recipe: Recipe) -> tuple[int, int]:
+        """FLOPs and bytes of a step by formula."""
+        if self.described is not None:
+            return self.described.flops, self.described.moved(recipe.precision)
+        assert self.model is not None
+        assert self.batch is not None
+        flops = work.flops_per_step(self.model, self.batch)
+        return flops, work.bytes_per_step(self.model, self.parameters, self.batch, recipe.precision)
+
+    @property
+    def formulas(self) -> dict[str, str]:
+        """Of `work_of`, for a reader."""
+        counted = work if self.described is None else described
+        return {"flops_formula": counted.FLOPS_FORMULA, "bytes_formula": counted.BYTES_FORMULA}
+
     def request(self, recipe: Recipe) -> Request:
         """The request that times a recipe."""
-        return Request("time", recipe, self.model.to_dict(), self.data, self.batch, self.steps, self.device, self.seed)
+        model = None if self.model is None else self.model.to_dict()
+        return Request(
+            "time", recipe, model, self.data, self.batch, self.steps, self.device, self.seed, factory=self.factory
+        )
 
     def gate_request(self, recipe: Recipe, *, reverse: bool = False) -> Request:
-        """The request for a recipe's loss curve on the gate's text."""
+        """The request for a recipe's loss curve on the gate's text, or on a user's own batches."""
         return replace(
             self.request(recipe),
             task="gate",
-            model=self.gate_model.to_dict(),
+            model=None if self.gate_model is None else self.gate_model.to_dict(),
             data=gate.DATA,
             steps=self.gate_steps,
             reverse=reverse,
@@ -118,7 +181,9 @@ class Plan:
 
 
 def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
-    """Check a config and make every choice that it leaves open, before anything runs.
+    """Check a config and make every choice that it leaves open, before anything is measured.
+
+    A user's model is made and takes one step, in a process of its own.
 
     Raises: UserError for whatever of it cannot be.
     """
@@ -129,34 +194,33 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
     if not 0 <= config.seed < 2**63:
         raise UserError(f"--seed is {config.seed}; give an integer from 0 to 2^63 - 1.")
     device = hardware.device_named(config.device)
-    names = default_names(device, rungs) if config.rungs == "auto" else select(config.rungs, rungs)
+    names = (
+        default_names(device, rungs, config.base)
+        if config.rungs == "auto"
+        else select(config.rungs, rungs, config.base)
+    )
     on_gpu = device.type == "cuda"
-    preset = ("mini" if on_gpu else "tiny") if config.preset == "auto" else config.preset
-    if preset not in PRESETS:
-        raise UserError(f"--preset is {preset!r}; choose one of auto, {', '.join(PRESETS)}.")
-    base = PRESETS[preset]
-    model = _for_symbols(base, open_source(config.data, seed=config.seed).vocab_size)
-    notes = []
-    if not on_gpu:
-        why = f" ({hardware.cuda_support().reason})" if config.device == "auto" else ""
-        smaller = f" with the smallest preset, {preset}" if config.preset == "auto" else ""
-        notes.append(
-            f"Measured on the CPU{why}{smaller}; peak is the largest resident set of a process, libraries included."
-        )
-    notes += _fp8_notes(config, names, rungs, device)
-    graphed = [rung.name for rung in rungs if recipe_of(rung.name, rungs).graph and rung.name not in names]
-    if config.rungs == "auto" and graphed:
-        notes.append(f"The rung {', '.join(graphed)} is left out, since CUDA graphs run on CUDA devices alone.")
-    if interpreted():
-        notes.append("TRITON_INTERPRET=1: kernels run through an interpreter, and their times say nothing of a GPU.")
-    return Plan(
+    preset = None if config.model is not None else _preset(config, on_gpu=on_gpu)
+    base = None if preset is None else PRESETS[preset]
+    precisions = [recipe_of(name, rungs, names).precision for name in names]
+    natives, peers = native_names(config.natives, precisions), peer_names(config.peers)
+    compiled = on_gpu if config.compiled is None else config.compiled
+    if natives and compiled and not on_gpu and not can_compile():
+        raise UserError("--compile needs a C++ compiler on a CPU, and there is none; install g++, or leave it out.")
+    notes = remarks(config, names, rungs, device)
+    data = _data(config, base)
+    model = None
+    if base is not None:
+        symbols = base.symbols if data == RANDOM else open_source(data, seed=config.seed).vocab_size
+        model = _for_symbols(base, symbols)
+    made = Plan(
         preset=preset,
         rungs=names,
-        data=config.data,
+        data=data,
         rounds=config.rounds or (5 if on_gpu else 3),
         steps=steps_in_windows(config.steps or (36 if on_gpu else 24)),
         gate_steps=config.gate_steps or (200 if on_gpu else 40),
-        batch=config.batch or BATCH[preset],
+        batch=config.batch if preset is None else config.batch or BATCH[preset],
         device=str(device),
         seed=config.seed,
         scaling=config.scaling,
@@ -164,42 +228,58 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
         amax_history=config.amax_history,
         fp8_stats=config.fp8_stats,
         model=model,
-        gate_model=_for_symbols(base, 256),
-        parameters=GPT(model, device="meta").parameter_count(),
+        gate_model=None if base is None else _for_symbols(base, 256),
+        parameters=0 if model is None else GPT(model, device="meta").parameter_count(),
+        factory=config.model,
+        described=None,
+        natives=natives,
+        compiled=compiled and bool(natives),
+        peers=peers,
         notes=tuple(notes),
     )
+    return made if config.model is None else _described(made)
 
 
-def _fp8_notes(config: LadderConfig, names: Sequence[str], rungs: Sequence[Rung], device: torch.device) -> list[str]:
-    """Check what is asked of the rung fp8, and say where it is emulated, left out or not the default.
+def _preset(config: LadderConfig, *, on_gpu: bool) -> str:
+    preset = ("mini" if on_gpu else "tiny") if config.preset == "auto" else config.preset
+    if preset not in PRESETS:
+        raise UserError(f"--preset is {preset!r}; choose one of auto, {', '.join(PRESETS)}.")
+    return preset
 
-    Raises: UserError for options that nothing comes of.
+
+def _data(config: LadderConfig, base: GPTConfig | None) -> str:
+    """What is timed on; a user's model brings its own batches."""
+    if base is None:
+        for option, given in (("--preset", config.preset != "auto"), ("--data", config.data != "auto")):
+            if given:
+                raise UserError(f"{option} is of the built-in model, and --model names one of yours; leave one out.")
+        return "its own"
+    if config.data != "auto":
+        return config.data
+    return _SYNTHETIC if base.symbols <= _SYNTHETIC_UP_TO else RANDOM
+
+
+def _described(made: Plan) -> Plan:
+    """The plan with what a worker finds out about the user's model.
+
+    Raises: UserError for whatever of that model cannot be.
     """
-    in_fp8 = [rung.name for rung in rungs if recipe_of(rung.name, rungs, names).precision == "fp8"]
-    if config.amax_history is not None and config.scaling != "delayed":
-        raise UserError(
-            f"--amax-history is {config.amax_history} and --recipe is {config.scaling}, which has none; leave one out."
+    request = replace(made.request(Recipe()), task="describe", rungs=made.rungs)
+    with Workers() as workers:
+        reply = workers.run(request)
+    if reply.done is None:
+        said = (reply.failed or "").rstrip(".")
+        is_sentence = said.startswith("--")
+        raise UserError(f"{said}." if is_sentence else f"--model: {made.factory} cannot be trained: {said}.")
+    found = Description(**reply.done)
+    notes = [*made.notes, *(f"The rung {rung} swaps {what}." for rung, what in found.swapped.items())]
+    left_out = [peer for peer in made.peers if peer not in PEERS_OF_OWN_MODELS]
+    if left_out:
+        notes.append(
+            f"Without {' and '.join(left_out)}, whose parts are made for whole GPTs: this model is one of your own."
         )
-    recipe = recipe_named(config.scaling, config.fp8_format, config.amax_history)
-    is_native, why = support(device, recipe)
-    if not set(in_fp8) & set(names):
-        chosen = {"--recipe": config.scaling != "delayed", "--fp8-format": config.fp8_format != "auto"}
-        chosen |= {"--amax-history": config.amax_history is not None, "--fp8-stats": config.fp8_stats}
-        for option, is_given in chosen.items():
-            if is_given:
-                raise UserError(
-                    f"{option} is of the rung fp8, which is not run; name it with --rungs, or leave it out."
-                )
-        if in_fp8 and config.rungs == "auto":
-            left_out = f"The rung {', '.join(in_fp8)} is left out, since FP8 would be emulated: {why}"
-            return [f"{left_out}; --rungs 1-{len(rungs)} runs it."]
-        return []
-    if config.fp8_stats and not recipe.has_history:
-        raise UserError(
-            f"--fp8-stats looks at the state of delayed scaling and --recipe is {config.scaling}; leave one out."
-        )
-    notes = [] if is_native else [f"FP8 is emulated: the numbers of FP8, and slower than without; {why}."]
-    return notes if recipe == recipe_named() else [*notes, f"FP8 is {recipe}."]
+    peers = tuple(peer for peer in made.peers if peer in PEERS_OF_OWN_MODELS)
+    return replace(made, described=found, parameters=found.parameters, peers=peers, notes=tuple(notes))
 
 
 def _for_symbols(base: GPTConfig, symbols: int) -> GPTConfig:

@@ -23,13 +23,16 @@ def draw(plain: Mapping[str, Any]) -> bytes:
     Args: plain: what `fusestep.ladder.report.as_dict` returns, or ladder.json holds.
     """
     rungs = plain["rungs"]
+    beside = [one for one in plain.get("contenders", []) if one["rounds"]]
     on_gpu = any(rung["device_ms"] is not None for rung in rungs)
     has_rates = plain["ceilings"] is not None
     curves = curves_of(rungs)
     panels = 2 + on_gpu + has_rates + bool(curves) + (len(curves) > 1)
     rows = -(-panels // 2)
     # A figure of its own, without pyplot: no window, no state that outlives it.
-    figure = Figure(figsize=(13, 1.5 + (1.2 + 0.35 * len(rungs)) * rows + 1.2 * rows), layout="constrained")
+    figure = Figure(
+        figsize=(13, 1.5 + (1.2 + 0.35 * (len(rungs) + len(beside))) * rows + 1.2 * rows), layout="constrained"
+    )
     title = plain["title"]
     heading = "\n".join(
         line
@@ -39,13 +42,13 @@ def draw(plain: Mapping[str, Any]) -> bytes:
     # A dollar sign would begin a formula.
     figure.suptitle(heading.replace("$", r"\$"), fontsize=11)
     axes = iter(figure.subplots(rows, 2, squeeze=False).flat)
-    _times(next(axes), rungs)
+    _times(next(axes), [*rungs, *beside])
     what = next((rung["peak_of"] for rung in rungs if rung["peak_of"]), "memory")
-    peaks = [_scaled(rung["peak_bytes"], 2**20) for rung in rungs]
-    _bars(next(axes), rungs, f"Peak memory, MiB ({what})", {"": peaks})
+    peaks = [_scaled(rung["peak_bytes"], 2**20) for rung in (*rungs, *beside)]
+    _bars(next(axes), [*rungs, *beside], f"Peak memory, MiB ({what})", {"": peaks})
     if on_gpu:
-        apart = {name: [rung[f"{name}_ms"] for rung in rungs] for name in ("device", "host")}
-        _bars(next(axes), rungs, "Device and host, ms a step", apart)
+        apart = {name: [rung[f"{name}_ms"] for rung in (*rungs, *beside)] for name in ("device", "host")}
+        _bars(next(axes), [*rungs, *beside], "Device and host, ms a step", apart)
     if has_rates:
         shares = {
             "model's products of a large product": [_scaled(rung["of_product_ceiling"], 0.01) for rung in rungs],

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusestep.ladder.worker import FORKS, Request, failure
@@ -49,8 +50,8 @@ class Workers:
         self._stop()
         self._errors.close()
 
-    def run(self, request: Request) -> Reply:
-        """Send a request and wait for its reply."""
+    def run(self, request: Request, limit_s: float | None = None) -> Reply:
+        """Send a request and wait for its reply, for `limit_s` seconds at most where a limit is given."""
         process = self._process or self._start()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker was started without pipes.")
@@ -58,9 +59,23 @@ class Workers:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(request.to_json() + "\n")
             process.stdin.flush()
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()  # and with it the fork that works
+
+        timer = None if limit_s is None else threading.Timer(limit_s, end)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
         line = process.stdout.readline()
+        if timer is not None:
+            timer.cancel()
         reply = Reply(**json.loads(line)) if line else self._failed(process)
-        if not (line and FORKS):
+        if is_late.is_set() and not line:
+            reply = replace(reply, failed=f"it took longer than {limit_s:.0f} s.")
+        if not (line and FORKS) or is_late.is_set():
             self._stop()
         return reply
 

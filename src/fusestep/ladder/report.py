@@ -17,8 +17,18 @@ from fusestep import durable
 from fusestep.errors import UserError
 from fusestep.ladder import journal, verdict
 from fusestep.ladder.plan import Plan
-from fusestep.ladder.results import Comparison, Ladder, RungResult
-from fusestep.ladder.words import model, place, remarks_of, runs_as
+from fusestep.ladder.results import Comparison, ContenderResult, Ladder, RungResult
+from fusestep.ladder.words import (
+    model,
+    native_of,
+    numbers_of,
+    over_peer,
+    peers_of,
+    place,
+    remarks_of,
+    runs_as,
+    status_of,
+)
 
 #: Of ladder.json; raised whenever a reader of the old form would misread the new one.
 SCHEMA = 1
@@ -146,6 +156,7 @@ def as_dict(ladder: Ladder) -> dict[str, Any]:
             "notes": list(ladder.notes),
             "remarks": remarks_of(ladder),
             "rungs": [_rung_as_dict(result, row) for result, row in zip(ladder.rungs, rows, strict=True)],
+            "contenders": [_contender_as_dict(result, ladder) for result in ladder.contenders],
         }
     )
     return plain
@@ -182,6 +193,8 @@ def _rung_as_dict(result: RungResult, row: Mapping[str, Any]) -> dict[str, Any]:
         "saturation": None if result.saturation is None else dict(result.saturation),
         "over_first": _comparison_as_dict(result.over_first),
         "over_previous": _comparison_as_dict(result.over_previous),
+        "beside": {name: asdict(comparison) for name, comparison in result.beside.items()},
+        "kernels": [asdict(kernel) | {"short": kernel.short} for kernel in result.kernels],
         "doubling": result.doubling,
         "log": result.log,
         "rounds": [{**asdict(r), "step_ms": r.timing.step} for r in result.rounds],
@@ -192,14 +205,71 @@ def _comparison_as_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     return None if comparison is None else asdict(comparison)
 
 
+def _contender_as_dict(result: ContenderResult, ladder: Ladder) -> dict[str, Any]:
+    return {
+        "name": result.contender.name,
+        "kind": result.contender.kind,
+        "library": result.contender.library or None,
+        "version": result.version,
+        "summary": result.contender.summary,
+        "status": status_of(result),
+        "numbers": numbers_of(result),
+        "failure": result.failure,
+        "absent": result.absent,
+        "setbacks": list(result.setbacks),
+        "check": None if result.check is None else asdict(result.check),
+        **_figures(result, ladder),
+        "recipe": asdict(result.recipe),
+        "kernels": [asdict(kernel) | {"short": kernel.short} for kernel in result.kernels],
+        "log": result.log,
+        "rounds": [{**asdict(r), "step_ms": r.timing.step} for r in result.rounds],
+    }
+
+
 def _row(result: RungResult, ladder: Ladder) -> dict[str, Any]:
     """The figures of a rung, flat."""
-    step, peak, verdict = result.step, result.peak, result.verdict
+    verdict = result.verdict
+    failed = "failed" if result.failure is not None else "measured"
+    row: dict[str, Any] = {
+        "status": failed if result.unchanged is None else "changes nothing",
+        "failure": result.failure,
+        "unchanged": result.unchanged,
+        **_figures(result, ladder),
+        "runs_as": runs_as(result) if result.rounds else None,
+        "loss": verdict and verdict.loss,
+        "loss_deviation": verdict and verdict.deviation,
+        "gate_passed": verdict and verdict.passed,
+    }
+    for key, comparison in (("over_first", result.over_first), ("over_previous", result.over_previous)):
+        row |= _gain(key, comparison)
+    if any(one.contender.kind == "native" for one in ladder.contenders):
+        native = native_of(result)
+        row |= {"native": native and native.over, **_gain("over_native", native)}
+    for peer in peers_of(ladder):
+        fastest = ladder.fastest(peer)
+        row |= {f"{peer}": fastest and fastest.contender.name, **_gain(f"over_{peer}", over_peer(result, ladder, peer))}
+    row |= {f"top_kernel_{number}": None for number in (1, 2, 3)}
+    for number, kernel in enumerate(result.kernels[:3], start=1):
+        row[f"top_kernel_{number}"] = f"{kernel.share:.1%} {kernel.short}"
+    return row
+
+
+def _gain(key: str, comparison: Comparison | None) -> dict[str, Any]:
+    gain = comparison and comparison.gain
+    return {
+        f"gain_{key}": gain and gain.ratio,
+        f"gain_{key}_low": gain and gain.low,
+        f"gain_{key}_high": gain and gain.high,
+        f"claim_{key}": comparison and comparison.claim,
+    }
+
+
+def _figures(result: RungResult | ContenderResult, ladder: Ladder) -> dict[str, Any]:
+    """Times, memory and rates, flat."""
+    step, peak = result.step, result.peak
     flops, moved, ceilings = result.flops_per_second, result.bytes_per_second, ladder.ceilings
     product = None if ceilings is None else ceilings.products.get(result.recipe.precision)
-    row: dict[str, Any] = {
-        "status": "failed" if result.failure is not None else "measured",
-        "failure": result.failure,
+    return {
         "step_ms": step and step.median,
         "step_ms_quartile_1": step and step.low,
         "step_ms_quartile_3": step and step.high,
@@ -217,20 +287,7 @@ def _row(result: RungResult, ladder: Ladder) -> dict[str, Any]:
         "bytes_per_step": result.moved,
         "bytes_per_s": moved,
         "of_copy_ceiling": moved and ceilings and moved / ceilings.copy,
-        "runs_as": runs_as(result) if result.rounds else None,
-        "loss": verdict and verdict.loss,
-        "loss_deviation": verdict and verdict.deviation,
-        "gate_passed": verdict and verdict.passed,
     }
-    for key, comparison in (("over_first", result.over_first), ("over_previous", result.over_previous)):
-        gain = comparison and comparison.gain
-        row |= {
-            f"gain_{key}": gain and gain.ratio,
-            f"gain_{key}_low": gain and gain.low,
-            f"gain_{key}_high": gain and gain.high,
-            f"claim_{key}": comparison and comparison.claim,
-        }
-    return row
 
 
 def _finite(value: Any) -> Any:

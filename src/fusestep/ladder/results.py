@@ -7,43 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fusestep.ladder.ceilings import Ceilings
-from fusestep.ladder.gate import Verdict
-from fusestep.ladder.memory import Peak
+from fusestep.ladder.contenders import Contender
+from fusestep.ladder.gate import Check, Verdict
+from fusestep.ladder.measured import Measured, Round
 from fusestep.ladder.rungs import SERVED, Recipe, Rung
-from fusestep.ladder.statistics import Gain, Spread, paired_gain, spread
+from fusestep.ladder.statistics import Gain, paired_gain
 from fusestep.ladder.step import Part
-from fusestep.ladder.timing import DOUBLING_WITHIN, Timing
+from fusestep.ladder.timing import DOUBLING_WITHIN
 
 #: An interval whose ends differ by more than this factor tells nothing.
 _SCATTER = 1.5
-
-#: A device that is busy for less than this share of the step waits for the host.
-_BUSY = 0.9
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the process of one rung in one round measured."""
-
-    timing: Timing
-    peak: Peak
-    parts: tuple[Part, ...]
-    optimizer: str
-    threads: int
-
-    @classmethod
-    def from_reply(cls, reply: Mapping[str, Any]) -> Round:
-        """From what `fusestep.ladder.worker.perform` returned, through JSON."""
-        timing = dict(reply["timing"])
-        timing["windows"] = tuple((steps, ms) for steps, ms in timing["windows"])
-        timing["steps"] = tuple(timing["steps"])
-        return cls(
-            Timing(**timing),
-            Peak(**reply["peak"]),
-            tuple(Part(**part) for part in reply["parts"]),
-            reply["optimizer"],
-            reply["threads"],
-        )
 
 
 @dataclass(frozen=True)
@@ -64,11 +37,13 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class RungResult:
+class RungResult(Measured):
     """All of one rung: its gate, its raw rounds (in order), its comparisons, or the sentence why it did not run.
 
     `saturation` is the worst tensor of an FP8 gate, where that was counted: as `Step.worst_saturation` gives it.
     `flops` and `moved` are the FLOPs and bytes of a step by the formulas of `fusestep.ladder.work`, where known.
+    `is_own` tells that the model is the user's. `unchanged` says why the rung changes nothing for this model, so that
+    it was not measured; `beside` compares it with the contenders, by their names.
     """
 
     rung: Rung
@@ -84,116 +59,116 @@ class RungResult:
     saturation: Mapping[str, Any] | None = None
     flops: int | None = None
     moved: int | None = None
+    unchanged: str | None = None
+    is_own: bool = False
+    beside: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
-    def step(self) -> Spread | None:
-        """Wall time of a step in ms: the median over rounds of each round's median, the quartiles of all windows."""
-        if not self.rounds:
-            return None
-        windows = spread([ms / steps for r in self.rounds for steps, ms in r.timing.windows])
-        return Spread(windows.low, spread(self.times).median, windows.high, windows.count)
-
-    @property
-    def times(self) -> list[float]:
-        """Each round's median wall time of a step, in ms."""
-        return [r.timing.step for r in self.rounds]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of a batch over the median time of a step."""
-        return None if self.step is None else self.tokens / self.step.median * 1e3
-
-    @property
-    def flops_per_second(self) -> float | None:
-        """Model FLOPs of a step over its median time."""
-        return None if self.step is None or self.flops is None else self.flops / self.step.median * 1e3
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """Model bytes of a step over its median time."""
-        return None if self.step is None or self.moved is None else self.moved / self.step.median * 1e3
-
-    @property
-    def first_step(self) -> float | None:
-        """The slowest first step of any round, in ms: the one that compiled, if any did."""
-        return max((r.timing.first_step for r in self.rounds), default=None)
-
-    @property
-    def peak(self) -> Peak | None:
-        """The peak of the round with the largest."""
-        return max((r.peak for r in self.rounds), key=lambda peak: peak.headline or 0, default=None)
-
-    @property
-    def host(self) -> float | None:
-        """Median over rounds of the host's time to queue a step, in ms."""
-        return _median([r.timing.host for r in self.rounds])
-
-    @property
-    def device(self) -> float | None:
-        """Median over rounds of the device's time for a step that is queued whole, in ms."""
-        return _median([r.timing.device for r in self.rounds])
-
-    @property
-    def is_launch_bound(self) -> bool | None:
-        """Whether the device waits for the host; None on a CPU."""
-        if self.device is None or self.step is None:
-            return None
-        return self.device < _BUSY * self.step.median
-
-    @property
-    def doubling(self) -> float | None:
-        """Median of t(2n) / 2·t(n) over all pairs of windows."""
-        return _median([ratio for r in self.rounds for ratio in r.timing.doublings])
+    def obstacle(self) -> str | None:
+        """Why nothing may be said of its speed, whatever it is compared with; None where something may."""
+        name = self.rung.name
+        if self.failure is not None:
+            return f"{name} did not run: {self.failure}"
+        if self.unchanged is not None:
+            return f"{name} changes nothing for this model: {self.unchanged}"
+        if self.verdict is None or not self.verdict.passed:
+            why = "it was not judged" if self.verdict is None else self.verdict.reason
+            return f"{name} failed the correctness gate: {why}"
+        return None
 
     def served_by_reference(self, names: Sequence[str]) -> Part | None:
-        """The first of the parts `names` that is no kernel in some round, or is not in the step at all."""
+        """The first of the parts `names` that is no kernel in some round, or is not in the step at all.
+
+        Which parts a model of the user's calls depends on the model: there every part that ran has to be a kernel.
+        """
         for name in names:
             for r in self.rounds:
-                found = [part for part in r.parts if part.name == name]
+                found = [part for part in r.parts if part.name == name or (self.is_own and name != "train_step")]
                 for part in found or [Part(name, "absent", "the step did not call it")]:
                     if part.implementation not in SERVED:
                         return part
         return None
 
 
+@dataclass(frozen=True)
+class ContenderResult(Measured):
+    """All of one contender: its raw rounds (in order), or the sentence why it did not run.
+
+    Attributes:
+        recipe: of the attempt that was measured, or of the last one that failed.
+        absent: why it was not even tried: "not installed" in most cases; else None.
+        version: of the peer's package.
+        setbacks: sentences on better attempts that did not run.
+        check: its first losses against the first rung's.
+    """
+
+    contender: Contender
+    recipe: Recipe
+    tokens: int
+    rounds: tuple[Round, ...] = ()
+    failure: str | None = None
+    log: str = ""
+    absent: str | None = None
+    version: str | None = None
+    setbacks: tuple[str, ...] = ()
+    check: Check | None = None
+    flops: int | None = None
+    moved: int | None = None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no rung is compared with it; None where one may be."""
+        name = self.contender.name
+        if self.absent is not None:
+            return f"{name} was not measured: {self.absent}"
+        if self.failure is not None:
+            return f"{name} did not run: {self.failure}"
+        if self.check is None or not self.check.passed:
+            why = "its first losses were not compared" if self.check is None else self.check.reason
+            return f"{name} trains otherwise: {why}"
+        return None
+
+
 def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Comparison:
     """What may be said of `this` over `other`, which differ by the ops `fused` (and by what is torch's own)."""
     over = other.rung.name
+    for result in (other, this):
+        obstacle = result.obstacle
+        if obstacle is not None:
+            return Comparison(over, None, "none", obstacle)
+    return claim(this, other, over, fused, this.rung.slower_when)
 
-    def nothing(reason: str, gain: Gain | None = None) -> Comparison:
+
+def claim(this: RungResult, other: Measured, over: str, fused: Sequence[str], slower_when: str = "") -> Comparison:
+    """What may be claimed of a rung that passed its gate over what was timed in the same rounds, called `over`."""
+    gain = paired_gain(other.times, this.times)
+
+    def nothing(reason: str) -> Comparison:
         return Comparison(over, gain, "none", reason)
 
-    for result in (other, this):
-        if result.failure is not None:
-            return nothing(f"{result.rung.name} did not run: {result.failure}")
-        if result.verdict is None or not result.verdict.passed:
-            why = "it was not judged" if result.verdict is None else result.verdict.reason
-            return nothing(f"{result.rung.name} failed the correctness gate: {why}")
-    gain = paired_gain(other.times, this.times)
     part = this.served_by_reference(fused)
     if part is not None:
         what = "was emulated" if part.implementation == "emulated" else "ran as its reference, not fused"
         why = f"the fused part {part.name} {what}: {part.reason}"
-        return Comparison(over, gain, "slower", why) if gain.is_slower else nothing(why, gain)
-    for result in (other, this):
+        return Comparison(over, gain, "slower", why) if gain.is_slower else nothing(why)
+    for name, result in ((over, other), (this.rung.name, this)):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:
             return nothing(
-                f"the timer's self-check failed for {result.rung.name}: twice the steps took "
-                f"{2 * result.doubling:.2f} times as long",
-                gain,
+                f"the timer's self-check failed for {name}: twice the steps took {2 * result.doubling:.2f} times as "
+                "long"
             )
     if gain.low is None:
-        return nothing("one round shows no spread; pass --rounds 3 or more", gain)
+        return nothing("one round shows no spread; pass --rounds 3 or more")
     if gain.is_faster:
         return Comparison(over, gain, "faster", "")
     if not gain.is_slower:
         scattered = gain.high is not None and gain.high > _SCATTER * gain.low
         return Comparison(over, gain, "no difference", "the rounds scatter too widely" if scattered else "")
-    return Comparison(over, gain, "slower", _likely_cause(this))
+    return Comparison(over, gain, "slower", _likely_cause(this, slower_when))
 
 
-def _likely_cause(this: RungResult) -> str:
-    causes = [this.rung.slower_when] if this.rung.slower_when else []
+def _likely_cause(this: RungResult, slower_when: str) -> str:
+    causes = [slower_when] if slower_when else []
     if this.is_launch_bound and this.device is not None and this.step is not None:
         causes.insert(
             0,
@@ -203,16 +178,11 @@ def _likely_cause(this: RungResult) -> str:
     return "; ".join(causes)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return spread(known).median if known else None
-
-
 @dataclass(frozen=True)
 class Ladder:
     """A whole measurement: what was asked, where it ran, the rungs in order, and remarks for the reader.
 
-    `ceilings` is what the device reached in the same run; None on a CPU.
+    `ceilings` is what the device reached in the same run; None on a CPU. `contenders` stand beside the rungs.
     """
 
     plan: Mapping[str, Any]
@@ -220,3 +190,9 @@ class Ladder:
     rungs: tuple[RungResult, ...]
     notes: tuple[str, ...] = field(default=())
     ceilings: Ceilings | None = None
+    contenders: tuple[ContenderResult, ...] = ()
+
+    def fastest(self, library: str) -> ContenderResult | None:
+        """The fastest contender of a peer that trains as the rungs do; None where none did."""
+        found = [c for c in self.contenders if c.contender.library == library and c.obstacle is None and c.rounds]
+        return min(found, key=lambda c: c.step.median if c.step is not None else 0.0, default=None)

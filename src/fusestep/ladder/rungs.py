@@ -30,17 +30,21 @@ class Recipe:
 
     Attributes:
         form, norm: as in `fusestep.models.GPTConfig`.
-        optimizer: "torch" (torch.optim.AdamW as torch sets it up by default) or "fused" (fusestep.optim.FusedAdam).
+        optimizer: "torch" (torch.optim.AdamW as torch sets it up by default), "fused" (fusestep.optim.FusedAdam), or
+            "torch-fused" (torch.optim.AdamW(fused=True), of contenders alone).
         precision: "fp32" (TF32 off), "bf16" through torch.amp.autocast, or "fp8" within it, by fp8_autocast.
         scaling, fp8_format, amax_history: with fp8, as `fusestep.fp8.recipes.recipe_named` takes them.
         loss: "torch" (cross entropy of all logits) or "fused" (GPT.loss, by fusestep.linear_cross_entropy).
-        graph: the whole step in one CUDA graph, by fusestep.TrainStep.
+        graph: the whole step in one CUDA graph, by fusestep.TrainStep; of contenders by torch.cuda.graph.
         lr: learning rate; weight decay is torch's default, 0.01.
+        compiled: forward and loss through torch.compile; of contenders alone.
+        weights: dtype of the weights, and so of their gradients and moments; "bf16" of contenders alone.
+        peer: whose parts make the step, as `fusestep.ladder.contenders` names them; "" where nobody else's do.
     """
 
     form: Form = "seed"
     norm: Norm = "torch"
-    optimizer: Literal["torch", "fused"] = "torch"
+    optimizer: Literal["torch", "fused", "torch-fused"] = "torch"
     precision: Precision = "fp32"
     scaling: RecipeName = "delayed"
     fp8_format: FormatName = "auto"
@@ -48,6 +52,9 @@ class Recipe:
     loss: Literal["torch", "fused"] = "torch"
     graph: bool = False
     lr: float = 3e-4
+    compiled: bool = False
+    weights: Literal["fp32", "bf16"] = "fp32"
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,14 +166,16 @@ RUNGS: tuple[Rung, ...] = (
 )
 
 
-def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
+def select(text: str, rungs: Sequence[Rung] = RUNGS, base: str | None = None) -> tuple[str, ...]:
     """The names that a person means by `text`: names, numbers and ranges, as in 'adam,amp', '1,4' or '1-6'.
 
-    The first rung is always among them, since every gain is over it.
+    The base, the first rung unless another is named, is always among them, since every gain is over it; rungs before it
+    are not.
 
     Raises: UserError for a name or a number that is no rung.
     """
     names = [rung.name for rung in rungs]
+    start = place_of_base(base, rungs)
     wanted: set[str] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
@@ -181,18 +190,34 @@ def select(text: str, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
             raise UserError(f"--rungs names {part!r}, which is no rung; the rungs are {_listed(names)}.")
     if not wanted:
         raise UserError(f"--rungs names no rung; the rungs are {_listed(names)}.")
-    return tuple(name for name in names if name in wanted or name == names[0])
+    return tuple(name for name in names[start:] if name in wanted or name == names[start])
 
 
-def default_names(device: torch.device, rungs: Sequence[Rung] = RUNGS) -> tuple[str, ...]:
-    """Every rung that means something on a device: FP8 only where the device multiplies in it, graphs on GPUs."""
+def place_of_base(base: str | None, rungs: Sequence[Rung] = RUNGS) -> int:
+    """Where in the ladder the rung is that all are compared with.
+
+    Raises: UserError for a name that is no rung.
+    """
+    names = [rung.name for rung in rungs]
+    if base is None:
+        return 0
+    if base not in names:
+        raise UserError(f"--base is {base!r}, which is no rung; the rungs are {_listed(names)}.")
+    return names.index(base)
+
+
+def default_names(device: torch.device, rungs: Sequence[Rung] = RUNGS, base: str | None = None) -> tuple[str, ...]:
+    """Every rung that means something on a device: FP8 only where the device multiplies in it, graphs on GPUs.
+
+    Raises: UserError for a base that is no rung.
+    """
     emulates = not support(device)[0]
     chosen: list[str] = []
     for rung in rungs:
         recipe = recipe_of(rung.name, rungs, chosen)
         if not (emulates and recipe.precision == "fp8") and not (recipe.graph and device.type != "cuda"):
             chosen.append(rung.name)
-    return tuple(chosen)
+    return tuple(name for name in chosen if name in [rung.name for rung in rungs[place_of_base(base, rungs) :]])
 
 
 def recipe_of(name: str, rungs: Sequence[Rung] = RUNGS, chosen: Collection[str] | None = None) -> Recipe:

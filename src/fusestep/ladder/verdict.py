@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fusestep.ladder.results import Ladder, RungResult
 from fusestep.ladder.statistics import CONFIDENCE, paired_gain
-from fusestep.ladder.words import counted, gain_in_words, place
+from fusestep.ladder.words import counted, gain_in_words, native_of, peers_of, place
 
 Decision = Literal["switch on", "leave off", "no difference", "cannot tell"]
 
@@ -56,12 +55,17 @@ def conclude(ladder: Ladder) -> Conclusion:
     rungs = ladder.rungs
     best = _best(rungs)
     findings = tuple(
-        _finding(result, previous, is_within_best=best is not None and place <= rungs.index(best))
-        for place, (previous, result) in enumerate(itertools.pairwise(rungs), start=1)
+        _finding(result, _previous(rungs, place), is_within_best=best is not None and place <= rungs.index(best))
+        for place, result in enumerate(rungs[1:], start=1)
     )
     return Conclusion(
         _headline(ladder, best, findings), None if best is None else best.rung.name, findings, _remarks(ladder, best)
     )
+
+
+def _previous(rungs: Sequence[RungResult], place: int) -> RungResult:
+    """The rung before that changes anything."""
+    return next(other for other in reversed(rungs[:place]) if other.unchanged is None)
 
 
 def _best(rungs: Sequence[RungResult]) -> RungResult | None:
@@ -82,6 +86,8 @@ def _finding(result: RungResult, previous: RungResult, *, is_within_best: bool) 
     name, comparison = result.rung.name, result.over_previous
     if result.failure is not None:
         return Finding(name, "cannot tell", f"it did not run: {result.failure.rstrip('.')}")
+    if result.unchanged is not None:
+        return Finding(name, "no difference", f"it changes nothing for this model: {result.unchanged}")
     if result.verdict is not None and not result.verdict.passed:
         return Finding(name, "leave off", f"it failed the correctness gate: {result.verdict.reason}")
     if comparison is None or comparison.gain is None:
@@ -151,6 +157,7 @@ def _remarks(ladder: Ladder, best: RungResult | None) -> tuple[str, ...]:
     shown = best or (measured[-1] if measured else None)
     if shown is not None:
         lines += _host_or_device(shown, measured) + _rate(shown, ladder)
+        lines += _beside_native(shown) + _beside_peers(shown, ladder)
     if best is not None:
         lines += _inside(best, ladder.rungs) + _memory(best, first, measured)
     lines += _gate(ladder)
@@ -188,6 +195,33 @@ def _rate(shown: RungResult, ladder: Ladder) -> list[str]:
     return [
         f"{shown.rung.name} reaches {flops / 1e12:,.1f} TFLOP/s of the model's products, {flops / ceiling:.0%} of what "
         f"a large product in {shown.recipe.precision.upper()} reached here."
+    ]
+
+
+def _beside_native(shown: RungResult) -> list[str]:
+    """The best rung against the best of native PyTorch, so that its gain is not over a straw man."""
+    native = native_of(shown)
+    if native is None:
+        return []
+    name = f"the best of native PyTorch in the same precision, {native.over}"
+    if native.gain is None or native.claim == "none":
+        why = native.reason.rstrip(".")
+        return [f"Over {name}, nothing is claimed of {shown.rung.name}: {why}."]
+    verb = {"faster": "is", "slower": "is only", "no difference": "is, with no difference that these rounds can tell,"}
+    return [f"{shown.rung.name} {verb[native.claim]} {gain_in_words(native.gain)} as fast as {name}."]
+
+
+def _beside_peers(shown: RungResult, ladder: Ladder) -> list[str]:
+    fastest = [one for one in (ladder.fastest(peer) for peer in peers_of(ladder)) if one is not None]
+    if not fastest:
+        return []
+    best = min(fastest, key=lambda one: one.step.median if one.step is not None else 0.0)
+    comparison = shown.beside.get(best.contender.name)
+    if comparison is None or comparison.gain is None or comparison.claim == "none" or best.step is None:
+        return []
+    return [
+        f"The fastest of the other libraries is {best.contender.name} with {best.step.median:.2f} ms; "
+        f"{shown.rung.name} is {gain_in_words(comparison.gain)} as fast."
     ]
 
 
@@ -233,8 +267,8 @@ def _gate(ladder: Ladder) -> list[str]:
         return []
     worst, verdict = max(judged[1:], key=lambda pair: pair[1].deviation)
     return [
-        f"The correctness gate was passed by all that were judged: after {ladder.plan['gate_steps']} steps on text "
-        f"the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
+        f"The correctness gate was passed by all that were judged: after {ladder.plan['gate_steps']} steps "
+        f"{'on text' if ladder.plan.get('factory') is None else 'on its own batches'} the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
         "training may tell more."
     ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusestep.ladder.results import Comparison, Ladder, RungResult
+from fusestep.ladder.contenders import NATIVE_OF
+from fusestep.ladder.results import Comparison, ContenderResult, Ladder, RungResult
 from fusestep.ladder.statistics import CONFIDENCE, Gain
 
 
@@ -22,6 +23,11 @@ def place(ladder: Ladder) -> str:
 def model(ladder: Ladder) -> str:
     """The model and what was fed to it."""
     plan = ladder.plan
+    if plan.get("factory") is not None:
+        return (
+            f"--model {plan['factory']}: {plan['described']['kind']} of {plan['parameters'] / 1e6:.1f} M parameters, "
+            f"{plan['tokens_per_step']} tokens a step"
+        )
     sizes = plan["model"]
     return (
         f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {sizes['layers']} layers × "
@@ -43,6 +49,48 @@ def gain_in_words(gain: Gain) -> str:
     """How many times faster, with the interval where there is one."""
     interval = "" if gain.low is None else f" ({gain.low:.2f}–{gain.high:.2f})"
     return f"{gain.ratio:.2f}×{interval}"
+
+
+def native_of(result: RungResult) -> Comparison | None:
+    """The comparison of a rung with the best of native PyTorch in its precision; None where that was not asked for."""
+    return result.beside.get(NATIVE_OF[result.recipe.precision])
+
+
+def over_peer(result: RungResult, ladder: Ladder, peer: str) -> Comparison | None:
+    """The comparison of a rung with a peer's fastest contender; None where none of the peer's ran as it should."""
+    fastest = ladder.fastest(peer)
+    return None if fastest is None else result.beside.get(fastest.contender.name)
+
+
+def peers_of(ladder: Ladder) -> list[str]:
+    """The peers that were asked for, in order."""
+    return list(dict.fromkeys(one.contender.library for one in ladder.contenders if one.contender.library))
+
+
+def status_of(contender: ContenderResult) -> str:
+    """What became of a contender, in a few words."""
+    if contender.absent is not None:
+        return contender.absent
+    if contender.failure is not None:
+        return f"did not run: {contender.failure}"
+    if contender.check is not None and not contender.check.passed:
+        return f"trains otherwise: {contender.check.reason}"
+    return "measured" if contender.rounds else "not measured"
+
+
+def numbers_of(contender: ContenderResult) -> str:
+    """In what a contender computes and what it keeps: "BF16, weights FP32"."""
+    weights = "BF16, masters FP32" if contender.contender.library == "te" else contender.recipe.weights.upper()
+    return f"{contender.recipe.precision.upper()}, weights {weights}"
+
+
+def peer_in_words(result: RungResult, ladder: Ladder, peer: str) -> str:
+    """A cell: how many times faster the rung is than the peer, or why there is no such figure."""
+    comparison = over_peer(result, ladder, peer)
+    if comparison is not None:
+        return claim_in_words(comparison)
+    absent = [one.absent for one in ladder.contenders if one.contender.library == peer and one.absent is not None]
+    return absent[0] if absent else "did not run"
 
 
 def runs_as(result: RungResult) -> str:
@@ -70,6 +118,9 @@ def remarks_of(ladder: Ladder) -> list[str]:
         name = result.rung.name
         if result.failure is not None:
             remark(f"did not run: {result.failure}", name)
+            continue
+        if result.unchanged is not None:
+            remark(f"changes nothing for this model: {result.unchanged}", name)
             continue
         for comparison in (result.over_first, result.over_previous):
             if comparison is None:
@@ -103,6 +154,18 @@ def remarks_of(ladder: Ladder) -> list[str]:
             )
         if any(not r.timing.stable for r in result.rounds):
             remark("still drifting when its warm-up had to end", name)
+        for why in {r.unprofiled for r in result.rounds if r.unprofiled}:
+            remark(f"its kernels are not known, since they could not be profiled: {why}", name)
+    for contender in ladder.contenders:
+        name = contender.contender.name
+        for setback in contender.setbacks:
+            remark(setback, name)
+        if contender.absent is None and contender.obstacle is not None:
+            remark(contender.obstacle.removeprefix(f"{name} "), name)
+        if any(not r.timing.stable for r in contender.rounds):
+            remark("still drifting when its warm-up had to end", name)
+    if any(native_of(result) is not None and result.recipe.precision == "fp8" for result in ladder.rungs):
+        remark("PyTorch by itself trains nothing in FP8, so beside it stands the best of native BF16", "fp8")
     lines = [f"{', '.join(names)}: {text.rstrip('.')}." for text, names in remarks.items()]
     lines += ladder.notes
     baseline = next((r.optimizer for r in ladder.rungs[0].rounds), None)

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import IO, Any, Literal, NoReturn
 
@@ -24,16 +25,24 @@ import torch._dynamo  # torch.optim imports it in its first step, which would co
 
 from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation
-from fusestep.ladder import ceilings
+from fusestep.ladder import ceilings, profiling
+from fusestep.ladder.described import describe
 from fusestep.ladder.memory import PeakOfSteps
+from fusestep.ladder.own import Own
+from fusestep.ladder.peer_steps import peer_step
 from fusestep.ladder.rungs import Recipe
-from fusestep.ladder.step import Step, batches, parts_that_ran
+from fusestep.ladder.step import Step
+from fusestep.ladder.subject import BuiltIn, Subject
 from fusestep.ladder.timing import clock_of, measure
+from fusestep.ladder.torch_step import TorchStep, native_step
 from fusestep.memory import GIB, ran_out, ran_out_on_gpu
 from fusestep.models import GPTConfig
 
 #: Timed steps rotate through this many batches, made beforehand: loading data is not what a rung changes.
 _BATCHES = 4
+
+#: Losses of the first steps that are kept: as many as any process takes before it is timed.
+OPENING = 7
 
 #: A GPU is warmed up for at least this long, so that its clocks have settled.
 _WARMUP_MS = 500.0
@@ -47,28 +56,37 @@ FORKS = sys.platform.startswith("linux")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps; or `ceilings`,
-    for which only the device matters.
+    """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps; what is known of a
+    user's model (`describe`); or `ceilings`, for which only the device matters.
 
-    `model` holds the fields of a GPTConfig; `reverse` turns the samples of every batch around; `fp8_stats` counts what
-    FP8 saturates while the gate runs, which costs time.
+    Attributes:
+        model: the fields of a GPTConfig; None for a model of the user's.
+        data, batch: what the GPT trains on; of a user's model `batch` is None where none was asked for.
+        reverse: turn the samples of every batch around.
+        fp8_stats: count what FP8 saturates while the gate runs, which costs time.
+        factory: the name of the user's factory.
+        rungs: whose changes to a user's model are looked at.
+        profiled: see which kernels take the time, after the timed steps.
     """
 
-    task: Literal["gate", "time", "ceilings"]
+    task: Literal["gate", "time", "ceilings", "describe"]
     recipe: Recipe
-    model: dict[str, Any]
+    model: dict[str, Any] | None
     data: str
-    batch: int
+    batch: int | None
     steps: int
     device: str
     seed: int
     reverse: bool = False
     fp8_stats: bool = False
+    factory: str | None = None
+    rungs: tuple[str, ...] = ()
+    profiled: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Request:
         fields = json.loads(text)
-        return cls(**{**fields, "recipe": Recipe(**fields["recipe"])})
+        return cls(**{**fields, "recipe": Recipe(**fields["recipe"]), "rungs": tuple(fields["rungs"])})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -80,39 +98,72 @@ def perform(request: Request) -> dict[str, Any]:
     if request.task == "ceilings":
         return asdict(ceilings.measure(device))
     peak = PeakOfSteps(device)
-    config = GPTConfig(**request.model)
-    stream = batches(
-        request.data,
-        seed=request.seed,
-        batch=request.batch,
-        context=config.context,
-        device=device,
-        reverse=request.reverse,
-    )
+    subject = _subject(request)
+    if request.task == "describe":
+        assert isinstance(subject, Own)
+        return describe(subject, device, request.rungs)
     if request.task == "gate":
         count_saturation(request.fp8_stats)
-        step = Step(request.recipe, config, device, request.seed)
+        rung = Step(request.recipe, subject, device, request.seed)
+        stream = subject.batches(device, reverse=request.reverse)
         # Read once, at the end: reading each loss would synchronise every step.
-        losses = torch.stack([step(*next(stream)) for _ in range(request.steps)]).tolist()
-        return {"losses": losses, "saturation": step.worst_saturation()}
+        losses = torch.stack([rung(*next(stream)).float().reshape(()) for _ in range(request.steps)]).tolist()
+        return {"losses": losses, "saturation": rung.worst_saturation()}
 
-    rotation = itertools.cycle(list(itertools.islice(stream, _BATCHES)))
-    step = Step(request.recipe, config, device, request.seed)
+    step = _step(request, subject, device)
+    rotation = itertools.cycle(list(itertools.islice(subject.batches(device), _BATCHES)))
+    opening: list[torch.Tensor] = []
+
+    def one_step() -> None:
+        loss = step(*next(rotation))
+        if len(opening) < OPENING:
+            opening.append(loss)
+
     timing = measure(
-        lambda: step(*next(rotation)),
+        one_step,
         clock_of(device),
         steps=request.steps,
         warmup_ms=_WARMUP_MS if device.type == "cuda" else 0.0,
         after_warmup=peak.begin,
         after_windows=peak.end,
     )
+    kernels, unprofiled = _profiled(one_step, device) if request.profiled else ([], "")
     return {
         "timing": asdict(timing),
         "peak": asdict(peak.result),
-        "parts": [asdict(part) for part in parts_that_ran(step)],
+        "parts": [asdict(part) for part in step.parts()],
         "optimizer": step.optimizer_in_words(),
         "threads": torch.get_num_threads(),
+        "opening": [float(loss) for loss in opening],
+        "kernels": kernels,
+        "unprofiled": unprofiled,
     }
+
+
+def _subject(request: Request) -> Subject:
+    if request.factory is not None:
+        return Own(request.factory, request.batch, request.seed)
+    assert request.model is not None
+    assert request.batch is not None
+    return BuiltIn(GPTConfig(**request.model), request.data, request.batch, request.seed)
+
+
+def _step(request: Request, subject: Subject, device: torch.device) -> Step | TorchStep:
+    """A rung's step, a peer's, or native PyTorch's."""
+    if request.recipe.peer:
+        return peer_step(request.recipe, subject, device, request.seed)
+    make = native_step if request.recipe.optimizer == "torch-fused" else Step
+    return make(request.recipe, subject, device, request.seed)
+
+
+def _profiled(step: Callable[[], object], device: torch.device) -> tuple[list[dict[str, Any]], str]:
+    """The kernels of a step; where this machine lets nobody look, none, and the sentence that says so."""
+    try:
+        return [asdict(kernel) for kernel in profiling.measure(step, device)], ""
+    except RuntimeError as error:
+        if ran_out(error):
+            return [], "profiling needs more memory than is left"
+        return [], str(error).partition("\n")[0]
 
 
 def answer(text: str) -> dict[str, Any]:
@@ -121,7 +172,11 @@ def answer(text: str) -> dict[str, Any]:
     A defect raises, which ends the process; its status and the last line of its stderr tell.
     """
     request = Request.from_json(text)
-    mend = f"lower --batch (now {request.batch}) or choose a smaller --preset."
+    mend = (
+        "lower --batch, or let the factory make smaller batches or a smaller model."
+        if request.factory is not None
+        else f"lower --batch (now {request.batch}) or choose a smaller --preset."
+    )
     try:
         return {"done": perform(request)}
     except UserError as error:

@@ -124,7 +124,8 @@ def _check_positive_integer(name: str, value: object) -> None:
 
 
 #: Named sizes: `tiny` trains on a CPU in seconds; `mini` is the tutorial's model and `scaleup` its larger one;
-#: `gpt2` has GPT-2 small's 124 M parameters.
+#: `gpt2` has GPT-2 small's 124 M parameters, `gpt2-untied` a head of its own besides (163 M), and `long` is a wide and
+#: deep model on long sequences (1.4 billion).
 PRESETS: dict[str, GPTConfig] = {
     "tiny": GPTConfig(vocab_size=96, width=128, heads=4, layers=2, ffn_width=512, context=64),
     "mini": GPTConfig(vocab_size=96, width=768, heads=12, layers=4, ffn_width=3072, context=256),
@@ -139,4 +140,6 @@ PRESETS: dict[str, GPTConfig] = {
         tied_head=True,
         padded_from=50257,
     ),
+    "gpt2-untied": GPTConfig(vocab_size=50304, width=768, heads=12, layers=12, ffn_width=3072, context=1024),
+    "long": GPTConfig(vocab_size=50304, width=2048, heads=16, layers=24, ffn_width=8192, context=2048),
 }

@@ -1,23 +1,24 @@
 "use strict";
 
-// Sort the rungs by a column, and the other way round at the next press; what has no value comes last either way.
-const table = document.querySelector("#figures table");
-const titles = [...table.querySelectorAll("thead th")];
-titles.forEach((title, column) => {
-  title.querySelector("button").addEventListener("click", () => {
-    const down = title.getAttribute("aria-sort") === "ascending";
-    titles.forEach((other) => other.setAttribute("aria-sort", "none"));
-    title.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const isNumber = title.classList.contains("number");
-    const value = (row) => row.cells[column].dataset.value;
-    const order = (a, b) => (isNumber ? a - b : a.localeCompare(b));
-    const compare = (a, b) => {
-      const [x, y] = [value(a), value(b)];
-      if (x === "" || y === "") return (x === "") - (y === "");
-      return down ? order(y, x) : order(x, y);
-    };
-    const body = table.tBodies[0];
-    body.append(...[...body.rows].sort(compare));
+// Sort a table by a column, and the other way round at the next press; what has no value comes last either way.
+document.querySelectorAll("#figures table").forEach((table) => {
+  const titles = [...table.querySelectorAll("thead th")];
+  titles.forEach((title, column) => {
+    title.querySelector("button").addEventListener("click", () => {
+      const down = title.getAttribute("aria-sort") === "ascending";
+      titles.forEach((other) => other.setAttribute("aria-sort", "none"));
+      title.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const isNumber = title.classList.contains("number");
+      const value = (row) => row.cells[column].dataset.value;
+      const order = (a, b) => (isNumber ? a - b : a.localeCompare(b));
+      const compare = (a, b) => {
+        const [x, y] = [value(a), value(b)];
+        if (x === "" || y === "") return (x === "") - (y === "");
+        return down ? order(y, x) : order(x, y);
+      };
+      const body = table.tBodies[0];
+      body.append(...[...body.rows].sort(compare));
+    });
   });
 });
 
