@@ -8,6 +8,7 @@
 | `scattered`: the tensors are added, and each rank takes its slice | the slices of all ranks are put together |
 | `joined`: the slices of all ranks are put together | each rank takes its slice |
 | `sliced`: each rank takes its slice | the slices of all ranks are put together |
+| `traded`: rows go where they are needed | gradients of rows go back |
 
 A backward is made of these functions too, so that gradients of gradients are right. All ranks of a group have to call
 the same function with the same shapes. Sums are in the dtype of the tensors; their order is the backend's, the same
@@ -19,7 +20,8 @@ scattered).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,35 @@ def joined(x: Tensor, dim: int, group: Any) -> Tensor:
 def sliced(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's slice, along `dim`, of what all ranks have; the group's size divides `dim`."""
     y: Tensor = _Sliced.apply(x, dim % x.dim(), group)
+    return y
+
+
+class Trade(NamedTuple):
+    """Which rows a rank gives to which, in the order of ranks, and gets from them.
+
+    Attributes:
+        order: this rank's rows, those for the first rank before those for the second, …; and back.
+        given, taken: how many rows go to each rank, and come from it.
+    """
+
+    order: Tensor
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[int], rank: int, size: int) -> Trade:
+        """From equal parts of all rows, one a rank, to equal parts of each block; the group's size divides each."""
+        owners = torch.cat([torch.arange(size).repeat_interleave(rows // size) for rows in blocks])
+        parts = owners.view(size, -1)  # by the rank that has the row
+        order = torch.argsort(parts[rank], stable=True)
+        given = torch.bincount(parts[rank], minlength=size).tolist()
+        taken = [int((part == rank).sum()) for part in parts]
+        return cls(order, tuple(given), tuple(taken))
+
+
+def traded(x: Tensor, trade: Trade, group: Any) -> Tensor:
+    """The rows (dim 0) that a rank needs of those that all ranks have, in the order of the whole."""
+    y: Tensor = _Traded.apply(x, trade, group, False)
     return y
 
 
@@ -151,6 +182,23 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         return joined(dy, ctx.dim, ctx.group), None, None
+
+
+class _Traded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trade: Trade, group: Any, is_return: bool) -> Tensor:
+        ctx.of = trade, group, is_return
+        order = trade.order.to(x.device, non_blocking=True)
+        given, taken = (trade.taken, trade.given) if is_return else (trade.given, trade.taken)
+        sent = x.contiguous() if is_return else x.index_select(0, order)
+        received = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(received, sent, list(taken), list(given), group=group)
+        return torch.empty_like(received).index_copy_(0, order, received) if is_return else received
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        trade, group, is_return = ctx.of
+        return _Traded.apply(dy, trade, group, not is_return), None, None, None
 
 
 class _AddedGradients(torch.autograd.Function):

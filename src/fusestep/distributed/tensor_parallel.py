@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusestep.distributed.collectives import added, copied, gathered, scattered, with_added_gradients
+from fusestep.distributed.groups import mark_shard
 from fusestep.errors import UserError
 
 Mode = Literal["column", "row"]
@@ -158,7 +159,26 @@ class TensorParallel:
         mine = [part.chunk(self.size, dim)[self.rank] for part in parts]
         return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
 
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a table whose rows the ranks share, in order; whole, or this rank's slice of the sequence.
+
+        Args:
+            ids: (…), the same on all ranks. weight: (rows / ranks, features), this rank's.
+        """
+        rows = weight.shape[0]
+        mine = ids - (self.rank or 0) * rows
+        is_here = (mine >= 0) & (mine < rows)
+        found = torch.nn.functional.embedding(torch.where(is_here, mine, 0), weight)
+        return self.leave(torch.where(is_here[..., None], found, 0.0), None)
+
     # Random numbers
+
+    def dropped(self, x: Tensor, probability: float, training: bool) -> Tensor:
+        """Dropout of what all ranks have, the same on all of them, or of a slice of the sequence, of each its own."""
+        if self.sequence_dim is None or not training or not probability:
+            return torch.nn.functional.dropout(x, probability, training)
+        with self.own_randomness(x.device):
+            return torch.nn.functional.dropout(x, probability)
 
     @contextmanager
     def own_randomness(self, device: torch.device) -> Iterator[None]:
@@ -208,8 +228,10 @@ def fill_part(
     """Fill a parameter with this rank's part of the full matrix, as `fill` fills it in one process.
 
     All ranks draw the full matrix, so that from the same seed they get parts of the same one. Without a group yet, the
-    part is drawn by itself.
+    part is drawn by itself. The parameter is marked as a part.
     """
+    if parallel is not None:
+        mark_split(parameter, dim, parallel)
     if parallel is None or parallel.rank is None:
         fill(parameter)
         return
@@ -221,9 +243,12 @@ def fill_part(
         parameter.copy_(parallel.rows(full, blocks, dim))
 
 
-def mark_split(parameter: Any, dim: int) -> None:
-    """Say on a parameter that it is this rank's part along `dim`, in the words of Megatron and Transformer Engine."""
+def mark_split(parameter: Any, dim: int, parallel: TensorParallel) -> None:
+    """Say on a parameter that it is this rank's part along `dim`: in the words of Megatron and Transformer Engine, and
+    to fusestep's optimizers, whose gradient norm is over all parts."""
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+    if parallel.rank is not None:
+        mark_shard(parameter, parallel.group)
 
 
 @contextmanager

@@ -13,12 +13,15 @@ Legend: B batch, T tokens, W width, H heads.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import nn as fused
 from fusestep.dispatch import Choice
+from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.models.config import GPTConfig
 from fusestep.ops.norm import explain
 
@@ -44,6 +47,9 @@ def fused_block(config: GPTConfig) -> fused.TransformerLayer:
 class _WithLayerNorm(nn.Module):
     """A module that normalises its input first, and holds the norm's parameters beside its own."""
 
+    # The ranks that share the block, if they do (fusestep.distributed.plans).
+    _parallel: TensorParallel | None = None
+
     def __init__(self, width: int, *, has_fused_norm: bool) -> None:
         super().__init__()
         self.has_fused_norm = has_fused_norm
@@ -53,7 +59,10 @@ class _WithLayerNorm(nn.Module):
     def normalise(self, x: Tensor) -> Tensor:
         """The norm over the last dimension."""
         layer_norm = fused.functional.layer_norm if self.has_fused_norm else F.layer_norm
-        return layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, EPSILON)
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        if self._parallel is None:
+            return layer_norm(x, weight.shape, weight, bias, EPSILON)
+        return self._parallel.enter(layer_norm(x, weight.shape, *self._parallel.shared(weight, bias), EPSILON))
 
     def implementation(self) -> Choice:
         """What the norm runs as on the device of the parameters, and why; the products are torch's."""
@@ -78,6 +87,9 @@ class LayerNormLinear(_WithLayerNorm):
 class SelfAttention(nn.Module):
     """Causal attention with its norm in front; the rows of the fused weight are q, then k, then v."""
 
+    # The ranks that share the heads, if they do.
+    _parallel: TensorParallel | None = None
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -92,11 +104,13 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.view(B, T, 3, self.heads, self.proj.in_features // self.heads).permute(
             2, 0, 3, 1, 4
         )  # each (B, H, T, W / H)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
-        branch = self.proj(attended.transpose(1, 2).flatten(2))
-        return F.dropout(branch, self.dropout, self.training)
+        parallel, dropout = self._parallel, self.dropout if self.training else 0.0
+        with parallel.own_randomness(x.device) if parallel is not None and dropout else nullcontext():
+            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        heads = attended.transpose(1, 2).flatten(2)
+        if parallel is None:
+            return F.dropout(self.proj(heads), self.dropout, self.training)
+        return parallel.dropped(shared_product(parallel, heads, self.proj.weight, self.proj.bias), dropout, True)
 
 
 class LayerNormMLP(_WithLayerNorm):
@@ -113,8 +127,16 @@ class LayerNormMLP(_WithLayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, W) to the branch (B, T, W), before it is added."""
         hidden = F.gelu(F.linear(self.normalise(x), self.fc1_weight, self.fc1_bias), approximate="tanh")
-        branch = F.linear(hidden, self.fc2_weight, self.fc2_bias)
-        return F.dropout(branch, self.dropout, self.training)
+        parallel = self._parallel
+        if parallel is None:
+            return F.dropout(F.linear(hidden, self.fc2_weight, self.fc2_bias), self.dropout, self.training)
+        branch = shared_product(parallel, hidden, self.fc2_weight, self.fc2_bias)
+        return parallel.dropped(branch, self.dropout, self.training)
+
+
+def shared_product(parallel: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x · weightᵀ + bias, where each rank has some features of x and some columns of the weight."""
+    return parallel.leave(F.linear(x, weight), *parallel.shared(bias))
 
 
 class PlainBlock(nn.Module):

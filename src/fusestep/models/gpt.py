@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusestep import nn as fused
+from fusestep.distributed.collectives import joined
+from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.errors import UserError
 from fusestep.models.blocks import EPSILON, PlainBlock, fused_block
 from fusestep.models.config import GPTConfig
@@ -45,6 +47,9 @@ class GPT(nn.Module):
     Attributes:
         checkpoint_blocks: keep only each block's input for the backward pass and compute the block again there.
     """
+
+    # The ranks that share the model, if they do (fusestep.distributed.plans).
+    _parallel: TensorParallel | None = None
 
     def __init__(
         self, config: GPTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -88,7 +93,10 @@ class GPT(nn.Module):
         Raises: UserError for a wrong shape, and on the CPU for an id outside the vocabulary (on a GPU that check would
             make the host wait at every step; the data sources check ids on the host).
         """
-        return F.linear(self._hidden(tokens), self._head())
+        hidden, parallel = self._hidden(tokens), self._parallel
+        if parallel is None:
+            return F.linear(hidden, self._head())
+        return joined(F.linear(parallel.enter(hidden), self._head()), -1, parallel.group)
 
     def loss(
         self, tokens: Tensor, targets: Tensor, *, reduction: Reduction = "mean", ignore_index: int = -100
@@ -103,7 +111,12 @@ class GPT(nn.Module):
         Raises: UserError as forward does, and for targets that do not fit.
         """
         return linear_cross_entropy(
-            self._hidden(tokens), self._head(), targets, reduction=reduction, ignore_index=ignore_index
+            self._hidden(tokens),
+            self._head(),
+            targets,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            tp_group=self._parallel,
         )
 
     def _head(self) -> Tensor:
@@ -112,24 +125,38 @@ class GPT(nn.Module):
     def _hidden(self, tokens: Tensor) -> Tensor:
         """What the head multiplies: (B, T) to (B, T, W)."""
         self._check(tokens)
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return self._trunk(F.dropout(x, self.config.dropout, self.training))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        if self._parallel is None:
+            x = self.embedding(tokens) + self.position(places)
+            return self._trunk(F.dropout(x, self.config.dropout, self.training))
+        return self._trunk(self._shared_embedding(self._parallel, tokens, places))
+
+    def _shared_embedding(self, parallel: TensorParallel, tokens: Tensor, places: Tensor) -> Tensor:
+        """What the blocks take, where each rank has rows of the table: (B, T, W), or this rank's slice of T."""
+        parallel.check_sequence(tokens[..., None])
+        x = parallel.embedded(tokens, self.embedding.weight)
+        if parallel.sequence_dim is not None:
+            places = places.chunk(parallel.size)[parallel.rank or 0]
+        (table,) = parallel.shared(self.position.weight)
+        return parallel.dropped(x + F.embedding(places, table), self.config.dropout, self.training)
 
     def _trunk(self, x: Tensor) -> Tensor:
         """The blocks and the final norm: (B, T, W) to (B, T, W)."""
-        norm = self.final_norm
+        norm, parallel = self.final_norm, self._parallel
+        weight, bias = (norm.weight, norm.bias) if parallel is None else parallel.shared(norm.weight, norm.bias)
         if self.config.form == "fused":
             residual = None
             for block in self.blocks:
                 x, residual = self._run(block, x, residual=residual, return_residual=True)
-            return fused.functional.layer_norm(
-                x, norm.normalized_shape, norm.weight, norm.bias, EPSILON, residual=residual
-            )[0]
+            return fused.functional.layer_norm(x, norm.normalized_shape, weight, bias, EPSILON, residual=residual)[0]
         mask = (causal_mask(x.shape[1], like=x),) if self.config.form == "seed" else ()
         for block in self.blocks:
             x = self._run(block, x, *mask)
-        normed: Tensor = norm(x)
-        return normed
+        if parallel is None:
+            normed: Tensor = norm(x)
+            return normed
+        layer_norm = fused.functional.layer_norm if self.config.has_fused_norm else F.layer_norm
+        return layer_norm(x, norm.normalized_shape, weight, bias, EPSILON)
 
     def _run(self, block: nn.Module, *inputs: Tensor, **options: Any) -> Any:
         if self.checkpoint_blocks and torch.is_grad_enabled():

@@ -116,11 +116,6 @@ class LayerNormMLP(NormedModule):
         self._register_bias("fc1_bias", fc1_features, device, dtype)
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, device=device, dtype=dtype))
         self._register_bias("fc2_bias", hidden_size, device, dtype)
-        if self._parallel is not None:
-            mark_split(self.fc1_weight, 0)
-            mark_split(self.fc2_weight, 1)
-            if self.fc1_bias is not None:
-                mark_split(self.fc1_bias, 0)
         self.reset_parameters()
 
     def _register_bias(self, name: str, features: int, device: Any, dtype: torch.dtype | None) -> None:
@@ -136,6 +131,8 @@ class LayerNormMLP(NormedModule):
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+        if parallel is not None and self.fc1_bias is not None:
+            mark_split(self.fc1_bias, 0, parallel)
         self._reset_fp8()
         prepare_weights(self, ["fc1_weight", "fc2_weight"])
 

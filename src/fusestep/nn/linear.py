@@ -127,11 +127,6 @@ class Linear(FP8Module):
         for part, rows in self.parts.items():
             values = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
             self.register_parameter(part + "bias", values)
-        if self._parallel is not None:
-            for part in self.parts:
-                mark_split(getattr(self, part + "weight"), 1 if parallel_mode == "row" else 0)
-                if bias and parallel_mode == "column":
-                    mark_split(getattr(self, part + "bias"), 0)
         self._reset_linear()
 
     def reset_parameters(self) -> None:
@@ -145,6 +140,8 @@ class Linear(FP8Module):
             fill_part(weight, lambda full: initialise(full, self.init_method), self._parallel, self.column_blocks, dim)
             if self.has_bias:
                 nn.init.zeros_(getattr(self, part + "bias"))
+                if self._parallel is not None and self.parallel_mode == "column":
+                    mark_split(getattr(self, part + "bias"), 0, self._parallel)
         self._reset_fp8()
         prepare_weights(self, [part + "weight" for part in self.parts])
 
@@ -159,13 +156,21 @@ class Linear(FP8Module):
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
+        casts: Casts | None = None
+        y: Tensor | None = None
+        is_planned = is_first_microbatch is None
         if torch.compiler.is_compiling():
+            is_planned = False
             if self._leaves_graph(region):
                 return self._outside_of_a_graph(x, is_first_microbatch)
-        elif region is not None and region.enabled and is_first_microbatch is None:
-            planned = self._by_plan(x, region)
-            if planned is not None:
-                return planned
+        elif is_planned and region is not None and region.enabled and self._parallel is None and not self.return_bias:
+            # The usual call, as short as can be.
+            parameters = self._parameters
+            weight: Any = parameters.get("weight")
+            if weight is not None and "bias" in parameters:
+                y, casts = self._by_plan(x, weight, (weight,), parameters["bias"], region)
+                if y is not None:
+                    return y
         self._check_input(x, self.in_features, region)
         parallel = self._parallel
         adds_bias = not self.return_bias
@@ -176,14 +181,15 @@ class Linear(FP8Module):
                 parallel.check_sequence(x)
                 adds_bias = False  # once, to the sum of the products
         if region is not None and region.enabled and x.numel():
-            grad = torch.is_grad_enabled()
-            casts = self._casts_of(region, records=grad and self.training)
             if self._is_split_in_fp8():
-                y, bias = self._by_parts(x, casts, grad, is_first_microbatch, adds_bias)
+                y, bias = self._by_parts(x, region, is_first_microbatch, adds_bias)
             else:
                 weight, sources, bias = self._weight_and_bias()
                 added = bias if adds_bias else None
-                y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
+                if is_planned and casts is None:
+                    y, casts = self._by_plan(x, weight, sources, added, region)
+                if y is None:
+                    y = self._multiplied(x, weight, sources, added, region, casts, is_first_microbatch)
         else:
             y = self._in_high_precision(x, region, adds_bias)
             bias = None if adds_bias else self._bias()
@@ -192,36 +198,30 @@ class Linear(FP8Module):
             y = parallel.leave(y, None if self.return_bias else bias)
         return (y, bias) if self.return_bias else y
 
-    def _by_plan(self, x: Tensor, region: Region) -> Tensor | None:
-        """y in FP8 by a plan (planned_linear.py), None where there is none for the call."""
+    def _by_plan(
+        self, x: Tensor, weight: Tensor, sources: tuple[Tensor, ...], bias: Tensor | None, region: Region
+    ) -> tuple[Tensor | None, Casts | None]:
+        """y in FP8 by a plan (planned_linear.py), None where there is none for the call; and its casts, if looked for.
+
+        Args: as of `_multiplied`.
+        """
         if (
-            self.return_bias
-            or self._parallel is not None
-            or torch._C._are_functorch_transforms_active()
+            type(x) not in _PLAIN
+            or type(weight) not in _PLAIN
             or torch._C._len_torch_dispatch_stack()
+            or torch._C._are_functorch_transforms_active()
         ):
-            return None
-        parameters = self._parameters
-        weight: Any = parameters.get("weight")
-        bias: Any = parameters.get("bias")
-        sources: tuple[Tensor, ...]
-        if weight is not None and (bias is not None or not self.has_bias):
-            sources = (weight,)
-        elif "" in self.parts or any(parameters.get(part + "weight") is None for part in self.parts):
-            return None  # computed by what stands in their place, which is asked once
-        elif self._is_split_in_fp8():
-            return None
-        else:
-            weight, sources, bias = self._weight_and_bias()
-        if type(x) not in _PLAIN or type(weight) not in _PLAIN:
-            return None
+            return None, None
         grad = torch.is_grad_enabled()
         key = call_key(x, weight, bias, (grad and x.requires_grad, grad and weight.requires_grad))
-        plans = None if self._casts is None else self._casts.products.get(key)
+        before = self._casts
+        plans = None if before is None else before.products.get(key)
         if plans is None:
             # What was met before has passed this, which comes before anything is recorded.
             self._check_input(x, self.in_features, region)
-        before, casts = self._casts, self._casts_of(region, records=grad and self.training)
+            if not x.numel():
+                return None, None
+        casts = self._casts_of(region, records=grad and self.training)
         if casts is not before:
             plans = casts.products.get(key)
         known = None
@@ -232,8 +232,27 @@ class Linear(FP8Module):
         if planned is None:
             planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, known is not None)
             if planned is None:
-                return None
-        y: Tensor = apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad))
+                return None, casts
+        return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad)), casts
+
+    def _multiplied(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        sources: tuple[Tensor, ...],
+        bias: Tensor | None,
+        region: Region,
+        casts: Casts | None,
+        first: bool | None,
+    ) -> Tensor:
+        """y in FP8, with the bias.
+
+        Args: weight, sources: as `_weight_and_bias` gives them; casts: of the region, where they are at hand.
+        """
+        grad = torch.is_grad_enabled()
+        if casts is None:
+            casts = self._casts_of(region, records=grad and self.training)
+        y: Tensor = _apply_linear(x, weight, bias, (self, casts, sources, grad, first))
         return y
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
@@ -251,16 +270,15 @@ class Linear(FP8Module):
         """Whether the weight is several that live in FP8, each with its own scale."""
         return len(self.parts) > 1 and isinstance(self._first_weight(), Float8Tensor)
 
-    def _by_parts(
-        self, x: Tensor, casts: Casts, grad: bool, first: bool | None, adds_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _by_parts(self, x: Tensor, region: Region, first: bool | None, adds_bias: bool) -> tuple[Tensor, Tensor | None]:
         """(y, bias) from one product for each part: weights that live in FP8 cannot share one without casting again."""
+        casts = self._casts_of(region, records=torch.is_grad_enabled() and self.training)
         outputs: list[Tensor] = []
         biases: list[Any] = []
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = bias if adds_bias else None
-            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
+            outputs.append(self._multiplied(x, weight, (weight,), added, region, casts, first))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
 from fusestep.distributed.collectives import joined
-from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, mark_split, tensor_parallel
+from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, tensor_parallel
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.ops.cross_entropy_rows import explain
 from fusestep.ops.linear_cross_entropy import WHO, Gradients, linear_cross_entropy
@@ -60,10 +60,6 @@ class LinearCrossEntropy(nn.Linear):
             out_features = parallel.share("out_features", out_features)
             self.__dict__["_parallel"] = parallel  # which torch's constructor asks for as it initialises
         super().__init__(in_features, out_features, bias, device, dtype)
-        if parallel is not None:
-            mark_split(self.weight, 0)
-            if self.bias is not None:
-                mark_split(self.bias, 0)
         self.softcap = softcap
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index,

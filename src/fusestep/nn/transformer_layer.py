@@ -285,11 +285,10 @@ class TransformerLayer(nn.Module):
     def _dropped(self, branch: Tensor) -> Tensor:
         """Dropout of elements, and of whole sequences."""
         parallel = self._parallel
-        if parallel is None or parallel.sequence_dim is None or not self.training or not self.hidden_dropout:
+        if parallel is None:
             branch = F.dropout(branch, self.hidden_dropout, self.training)
         else:
-            with parallel.own_randomness(branch.device):
-                branch = F.dropout(branch, self.hidden_dropout)
+            branch = parallel.dropped(branch, self.hidden_dropout, self.training)
         if self.drop_path_rate == 0.0 or not self.training:
             return branch
         if branch.dim() == 2:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusestep import dispatch
 from fusestep.compat import report, settings
-from fusestep.distributed.tensor_parallel import TensorParallel
+from fusestep.distributed.tensor_parallel import TensorParallel, mark_split
 from fusestep.errors import UserError
 
 PACKAGE = "transformer_engine.pytorch"
@@ -198,6 +198,9 @@ class Ranks:
             return
         if self._parallel is not None:
             self._parallel.join(tp_group)
+            for parameter in self.parameters():  # type: ignore[attr-defined]
+                if hasattr(parameter, "partition_dim"):
+                    mark_split(parameter, parameter.partition_dim, self._parallel)
         elif self._has_modes and (size := torch.distributed.get_world_size(tp_group)) > 1:
             raise UserError(
                 f"{type(self).__name__}: it was made for one rank and the group has {size}; make it with "
