@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,6 +34,15 @@ from fusestep.errors import UserError
 
 #: Seconds that the program has to end by itself, once a failure is known, before its process is ended.
 GRACE = 2.0
+
+#: How `fusestep.distributed.checkpoint.together` tells of another rank's error.
+_BY_ANOTHER = re.compile(r"process (\d+) failed ")
+
+#: Functions in which a program waits for others, and how many frames of its stack are looked at for them.
+_WAITING, _INNERMOST = ("_engine_run_backward", "synchronize", "_wait_until"), 4
+
+#: In the place of a rank where none is at fault alone.
+NOBODY = -1
 
 #: Exit statuses: of a failure that a person can mend, and of all others.
 MENDABLE, BROKEN = 2, 1
@@ -64,6 +74,7 @@ class Whereabouts:
         words: what it does there.
         since: seconds that it has been there.
         beat: how often this was written.
+        waits: whether it waits for others, as far as its stack tells.
     """
 
     host: str
@@ -73,6 +84,7 @@ class Whereabouts:
     words: str = "starting"
     since: float = 0.0
     beat: int = 0
+    waits: bool = False
 
     @classmethod
     def of_this_process(cls) -> Whereabouts:
@@ -119,8 +131,10 @@ class Watch:
         self._ending, self._speaks = ending, speaks
         self._me = Whereabouts.of_this_process()
         self._arrived = time.monotonic()
+        self._patience = timeout
         self._interval = min(1.0, timeout / 10)
         self._beats = 0
+        self._program = threading.get_ident()
         self._failure: Failure | None = None
         self._has_left = threading.Event()
         self._knows = threading.Event()
@@ -130,10 +144,14 @@ class Watch:
 
     # For the program
 
-    def at(self, words: str) -> None:
-        """The program has come to its next place; every rank passes the same places in the same order."""
+    def at(self, words: str, *, patience: float = 0.0) -> None:
+        """The program has come to its next place; every rank passes the same places in the same order.
+
+        Args: patience: seconds that it may stay here, where that is longer than the time-out.
+        """
         self._me = replace(self._me, place=self._me.place + 1, words=words)
         self._arrived = time.monotonic()
+        self._patience = max(patience, self._timeout)
 
     def check(self) -> None:
         """Raises: PeerError if a rank has failed."""
@@ -156,19 +174,19 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self._size == 1:
-            self._has_left.set()
-            return
         try:
-            self._tell(error)
+            if error is not None and self._size > 1:
+                self._tell(error)
         finally:
             self._has_left.set()
+            if self._thread.is_alive():
+                self._thread.join(GRACE)
 
     def _tell(self, error: BaseException) -> None:
         """Write down what this rank raised, unless another rank's failure came first, which is raised then."""
         if isinstance(error, PeerError):
             return
-        if _comes_from_others(error):
+        if _comes_from_others(error, self._rank):
             # Whose fault it was is found out by then.
             self._knows.wait(3 * self._interval + GRACE)
         if self._failure is None:
@@ -182,7 +200,12 @@ class Watch:
             raise self._peer_error(failure) from error
 
     def _peer_error(self, failure: Failure) -> PeerError:
-        return PeerError(failure.sentence + self._ending(), failure.rank, failure.status, self._speaks)
+        return PeerError(self._told(failure), failure.rank, failure.status, self._speaks)
+
+    def _told(self, failure: Failure) -> str:
+        """The sentence to its end, which it may have already."""
+        sentence = failure.sentence.rstrip(".")
+        return sentence + ("." if "--resume" in sentence else self._ending())
 
     # The thread
 
@@ -207,15 +230,18 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        me = replace(self._me, since=time.monotonic() - self._arrived, beat=self._beats)
-        self._store.set(f"beat/{self._rank}", me.to_text())
+        self._store.set(f"beat/{self._rank}", self._now().to_text())
+
+    def _now(self) -> Whereabouts:
+        since = time.monotonic() - self._arrived
+        return replace(self._me, since=since, beat=self._beats, waits=_waits_for_others(self._program))
 
     def _look(self) -> None:
         if self._store.check(["failure"]):
             self._failure = Failure(**json.loads(self._store.get("failure")))
             return
         self._look_after_neighbour()
-        if self._failure is None and time.monotonic() - self._arrived > self._timeout:
+        if self._failure is None and time.monotonic() - self._arrived > self._patience:
             self._write(self._slowest())
 
     def _look_after_neighbour(self) -> None:
@@ -232,8 +258,8 @@ class Watch:
             self._write(
                 Failure(
                     rank,
-                    f"rank {rank} ({found}) ended without a word while {found.words}; it was killed, as when memory "
-                    "runs out, or crashed: look at its own output",
+                    f"rank {rank} ({found}) ended without a word, last heard of while {found.words}; it was killed, "
+                    "as when memory runs out, or crashed: look at its own output",
                     BROKEN,
                 )
             )
@@ -248,24 +274,23 @@ class Watch:
             )
 
     def _slowest(self) -> Failure:
-        """The rank that is furthest behind, or came last to where all are."""
+        """The rank that is furthest behind; where all are at one place, the one that does not wait or came last."""
         found = [self._whereabouts(rank) for rank in range(self._size)]
-        # As of now, where those of others are as of their last beat.
-        found[self._rank] = replace(self._me, since=time.monotonic() - self._arrived)
-        rank = min(range(self._size), key=lambda r: (found[r].place, found[r].since))
+        found[self._rank] = self._now()  # where those of others are as of their last beat
+        order = sorted(range(self._size), key=lambda r: (found[r].place, found[r].waits, found[r].since))
+        rank, next_one = order[0], found[order[1]]
         last = found[rank]
-        ahead = [one for one in found if one.place > last.place]
-        if ahead:
-            sentence = (
-                f"rank {rank} ({last}) is slow: it has been {last.words} for {last.since:.1f} s, and {len(ahead)} "
-                f"other{'s' * (len(ahead) > 1)} wait for it while {ahead[0].words}"
-            )
+        about = f"it has been {last.words} for {last.since:.1f} s"
+        if next_one.place > last.place:
+            sentence = f"rank {rank} ({last}) is slow: {about}, and others wait for it while {next_one.words}"
+        elif next_one.waits > last.waits:
+            sentence = f"rank {rank} ({last}) is slow: {about}, and others wait there for it"
+        elif next_one.since - last.since > 2 * self._interval:
+            late = next_one.since - last.since
+            sentence = f"rank {rank} ({last}) is slow: {about}, and came there {late:.1f} s after the others"
         else:
-            first = max(one.since for one in found)
-            sentence = (
-                f"all ranks have been {last.words} for {last.since:.1f} s or more; rank {rank} ({last}) came there "
-                f"last, {first - last.since:.1f} s after the first"
-            )
+            rank = NOBODY
+            sentence = f"all {self._size} ranks have been {last.words} for {last.since:.1f} s and none is behind"
         return Failure(rank, f"{sentence}; --timeout is {self._timeout:g}", BROKEN)
 
     def _whereabouts(self, rank: int) -> Whereabouts:
@@ -282,9 +307,21 @@ class Watch:
             return
         if self._speaks or failure.rank == self._rank:
             sys.stdout.flush()
-            print(f"fusestep: {failure.sentence}{self._ending()}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"fusestep: {self._told(failure)}", file=sys.stderr, flush=True)  # noqa: T201
         # The program waits in a collective, which nothing raises out of.
         os._exit(failure.status)
+
+
+def _waits_for_others(thread: int) -> bool:
+    """Whether a thread of this process waits in a collective, a backward pass that holds some, or for its GPU."""
+    frame = sys._current_frames().get(thread)
+    for _ in range(_INNERMOST):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in _WAITING or "/torch/distributed/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
@@ -296,10 +333,14 @@ def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _comes_from_others(error: BaseException) -> bool:
-    """Whether an error may be the echo of another rank's failure: a connection that broke, a collective's time-out."""
+def _comes_from_others(error: BaseException, rank: int) -> bool:
+    """Whether an error of a rank may be the echo of another's: a connection that broke, an action done together."""
+    text = str(error)
+    told = _BY_ANOTHER.match(text)
+    if told is not None and int(told[1]) != rank:
+        return True
     return isinstance(error, distributed.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl", "peer"))
+        isinstance(error, RuntimeError) and any(name in text.lower() for name in ("gloo", "nccl", "peer"))
     )
 
 

@@ -28,6 +28,9 @@ from fusestep.errors import UserError
 #: Seconds between two looks at the store while a rank waits for what another one says: at first, and at most.
 SHORTEST_WAIT, LONGEST_WAIT = 0.005, 0.25
 
+#: Seconds that a process group takes at most to make, with many ranks or much else to do.
+START = 120.0
+
 
 def is_launched() -> bool:
     """Whether a launcher such as torchrun started this process as one of several (or as the only one)."""
@@ -138,14 +141,14 @@ def join(device_type: str, timeout: float, ending: Callable[[], str] = lambda: "
     watch = Watch(beating, rank, size, timeout, ending, speaks=launched_local_rank() == 0)
     try:
         with watch:
-            watch.at("making the process group")
+            watch.at("making the process group", patience=START)
             distributed.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=PrefixStore("group", store),
                 rank=rank,
                 world_size=size,
                 # The watch speaks first, and names the rank.
-                timeout=timedelta(seconds=timeout + 30.0),
+                timeout=timedelta(seconds=max(timeout, START) + 30.0),
                 device_id=device if device.type == "cuda" else None,
             )
             world = World(rank, size, launched_local_rank(), device, timeout, store, watch)

@@ -188,7 +188,8 @@ class _Run:
         return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self.and_then()
 
     def _restore(self, trainer: Trainer, source: Source) -> None:
-        found = self._newest()
+        self.ranks.at("reading the newest checkpoint")
+        found = checkpoint.newest(Path(self.config.out), together=self.ranks.size > 1)
         if found is None:
             self.progress.say(f"{self.config.out} has no checkpoint yet: starting at step 0")
             return
@@ -201,19 +202,6 @@ class _Run:
         trainer.restore(found)
         self.saved, self.saved_step = found.path, found.step
         self.progress.say(f"resuming {found.path}")
-
-    def _newest(self) -> Checkpoint | None:
-        """The checkpoint to go on from: the same one on every rank."""
-
-        def path_of_newest() -> str | None:
-            found.append(checkpoint.newest(Path(self.config.out)))
-            return None if found[0] is None else str(found[0].path)
-
-        found: list[Checkpoint | None] = []
-        path = self.ranks.from_first(path_of_newest)
-        if found:
-            return found[0]
-        return None if path is None else checkpoint.read(Path(path))
 
     def _note_stops(self, step: int, stops: list[float]) -> None:
         """Where a signal reached a rank, have all of them stop after the same step.
@@ -309,21 +297,16 @@ class _Run:
         self._write_fp8(trainer)
         self.folder.sync()
         self.ranks.at(f"saving the checkpoint of step {trainer.step}")
-        weights, state = trainer.model.state_dict(), trainer.state()
-
-        def written() -> str:
-            path = checkpoint.save(
-                self.folder.path,
-                trainer.step,
-                weights,
-                state,
-                config=contents["train"],
-                model=contents["model"],
-                data=contents["data"],
-            )
-            return str(path)
-
-        self.saved = Path(self.ranks.from_first(written))
+        self.saved = checkpoint.save(
+            self.folder.path,
+            trainer.step,
+            trainer.model.state_dict(),
+            trainer.state(),
+            config=contents["train"],
+            model=contents["model"],
+            data=contents["data"],
+            together=self.ranks.size > 1,
+        )
         self.saved_step = trainer.step
 
     def _conclude(self, trainer: Trainer, source: Source, stopped_by: signal.Signals | None) -> None:

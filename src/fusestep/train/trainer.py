@@ -189,9 +189,7 @@ class Trainer:
         Learning rate, weight decay, clipping, precision and recipe are the configuration's, not the checkpoint's.
         """
         has_history = self.fp8_recipe is not None and self.fp8_recipe.has_history
-        checkpoint.load_weights(self.model, saved.weights(self.device), saved.path, with_fp8_state=has_history)
-        state = saved.state()
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = checkpoint.restore(saved, self.model, self.optimizer, with_fp8_state=has_history)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = self.config.weight_decay
             group["max_grad_norm"] = self._max_grad_norm
