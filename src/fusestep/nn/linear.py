@@ -181,15 +181,19 @@ class Linear(FP8Module):
                 parallel.check_sequence(x)
                 adds_bias = False  # once, to the sum of the products
         if region is not None and region.enabled and x.numel():
+            grad = torch.is_grad_enabled()
+            records = grad and self.training
             if self._is_split_in_fp8():
-                y, bias = self._by_parts(x, region, is_first_microbatch, adds_bias)
+                casts = self._casts_of(region, records)
+                y, bias = self._by_parts(x, casts, grad, is_first_microbatch, adds_bias)
             else:
                 weight, sources, bias = self._weight_and_bias()
                 added = bias if adds_bias else None
                 if is_planned and casts is None:
                     y, casts = self._by_plan(x, weight, sources, added, region)
                 if y is None:
-                    y = self._multiplied(x, weight, sources, added, region, casts, is_first_microbatch)
+                    casts = self._casts_of(region, records) if casts is None else casts
+                    y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
         else:
             y = self._in_high_precision(x, region, adds_bias)
             bias = None if adds_bias else self._bias()
@@ -203,7 +207,7 @@ class Linear(FP8Module):
     ) -> tuple[Tensor | None, Casts | None]:
         """y in FP8 by a plan (planned_linear.py), None where there is none for the call; and its casts, if looked for.
 
-        Args: as of `_multiplied`.
+        Args: weight, sources: as `_weight_and_bias` gives them; bias: to be added, or None.
         """
         if (
             type(x) not in _PLAIN
@@ -235,26 +239,6 @@ class Linear(FP8Module):
                 return None, casts
         return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad)), casts
 
-    def _multiplied(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        sources: tuple[Tensor, ...],
-        bias: Tensor | None,
-        region: Region,
-        casts: Casts | None,
-        first: bool | None,
-    ) -> Tensor:
-        """y in FP8, with the bias.
-
-        Args: weight, sources: as `_weight_and_bias` gives them; casts: of the region, where they are at hand.
-        """
-        grad = torch.is_grad_enabled()
-        if casts is None:
-            casts = self._casts_of(region, records=grad and self.training)
-        y: Tensor = _apply_linear(x, weight, bias, (self, casts, sources, grad, first))
-        return y
-
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
         """y, with the bias where it is to be added here."""
         biases = self._parameters_of("bias") if self.has_bias and adds_bias else None
@@ -270,15 +254,16 @@ class Linear(FP8Module):
         """Whether the weight is several that live in FP8, each with its own scale."""
         return len(self.parts) > 1 and isinstance(self._first_weight(), Float8Tensor)
 
-    def _by_parts(self, x: Tensor, region: Region, first: bool | None, adds_bias: bool) -> tuple[Tensor, Tensor | None]:
+    def _by_parts(
+        self, x: Tensor, casts: Casts, grad: bool, first: bool | None, adds_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """(y, bias) from one product for each part: weights that live in FP8 cannot share one without casting again."""
-        casts = self._casts_of(region, records=torch.is_grad_enabled() and self.training)
         outputs: list[Tensor] = []
         biases: list[Any] = []
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = bias if adds_bias else None
-            outputs.append(self._multiplied(x, weight, (weight,), added, region, casts, first))
+            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
