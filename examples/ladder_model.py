@@ -45,7 +45,7 @@ class Sorting:
     def __init__(self) -> None:
         self.model = Sorter()
 
-    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         # Random numbers from the generator alone: each rung then trains on the same batches.
         numbers = torch.randint(50, (32, 24), generator=generator)
         return numbers, numbers.sort(dim=1).values

@@ -266,9 +266,10 @@ def _gate(ladder: Ladder) -> list[str]:
     if len(judged) < 2:
         return []
     worst, verdict = max(judged[1:], key=lambda pair: pair[1].deviation)
+    where = "on text" if ladder.plan.get("factory") is None else "on its own batches"
     return [
-        f"The correctness gate was passed by all that were judged: after {ladder.plan['gate_steps']} steps "
-        f"{'on text' if ladder.plan.get('factory') is None else 'on its own batches'} the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
+        f"The correctness gate was passed by all that were judged: after {ladder.plan['gate_steps']} steps {where} "
+        f"the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
         "training may tell more."
     ]
 
