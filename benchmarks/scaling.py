@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.steps import SETUPS as STEPS
 from benchmarks.steps import Model, floor_ms, rates
 from benchmarks.training import Prepared, Setup, Work
 from fusestep.ladder import work
@@ -23,7 +24,7 @@ AXES: dict[str, tuple[int, ...]] = {
     "width": (512, 1024, 2048, 4096),
     "depth": (4, 8, 16, 32),
 }
-SETUPS = (Setup("fusestep bf16", "ours"), Setup("fusestep fp8 delayed", "ours", "fp8 delayed"))
+SETUPS = tuple(setup for setup in STEPS if setup.name in ("fusestep bf16", "fusestep fp8 delayed"))
 TINY = {
     "BASE": Model(GPTConfig(96, 128, 1, 1, 256, 16), 2, steps=12, together=1),
     "AXES": {"tokens": (1, 2), "width": (128,), "depth": (1,)},
@@ -70,7 +71,7 @@ def run(copy: float) -> Iterator[dict[str, Any]]:
                 known[model] = measure(setup, model)
                 timing.free()
             times = known[model]
-            floor = floor_ms(model, setup.precision, best)
+            floor = floor_ms(model, setup.recipe.precision, best)
             yield {
                 "configuration": setup.name,
                 "axis": axis,

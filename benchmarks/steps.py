@@ -15,9 +15,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import peers, timing
+from benchmarks import timing
 from benchmarks.training import Setup, Work, measured
-from fusestep.ladder import ceilings, work
+from fusestep.ladder import ceilings, contenders, work
+from fusestep.ladder.peers import place_of
+from fusestep.ladder.rungs import Precision, Recipe
 from fusestep.models import GPT, GPTConfig
 
 
@@ -43,17 +45,20 @@ MODELS = {
     "d": Model(GPTConfig(50304, 2048, 16, 24, 8192, 2048), 4, steps=12, together=2),
 }
 NATIVE = "native, amp"
+_NATIVE = Recipe(form="plain", optimizer="torch-fused", precision="bf16", compiled=True, graph=True)
+_OURS = Recipe(form="fused", norm="fused", optimizer="fused", precision="bf16", loss="fused", graph=True)
+_FP8 = dataclasses.replace(_OURS, precision="fp8")
+_TORCH_LOSS = ", torch's loss"
 SETUPS = (
-    Setup(NATIVE, "native"),
-    Setup("native, all bf16", "native", weights="bf16"),
-    Setup("torchao tensorwise, amp", "torchao", "fp8 tensorwise"),
-    Setup("fusestep bf16", "ours"),
-    Setup("fusestep bf16, torch's loss", "ours", loss="torch"),
-    Setup("fusestep bf16, masters", "ours", weights="bf16", masters=True),
-    Setup("fusestep fp8 delayed", "ours", "fp8 delayed"),
-    Setup("fusestep fp8 delayed, torch's loss", "ours", "fp8 delayed", loss="torch"),
-    Setup("fusestep fp8 delayed, masters", "ours", "fp8 delayed", weights="bf16", masters=True),
-    Setup("fusestep fp8 current", "ours", "fp8 current"),
+    Setup(NATIVE, _NATIVE),
+    Setup("native, all bf16", dataclasses.replace(_NATIVE, weights="bf16")),
+    Setup("fusestep bf16", _OURS),
+    Setup("fusestep bf16" + _TORCH_LOSS, dataclasses.replace(_OURS, loss="torch")),
+    Setup("fusestep bf16, masters", _OURS, masters=True),
+    Setup("fusestep fp8 delayed", _FP8),
+    Setup("fusestep fp8 delayed" + _TORCH_LOSS, dataclasses.replace(_FP8, loss="torch")),
+    Setup("fusestep fp8 delayed, masters", _FP8, masters=True),
+    Setup("fusestep fp8 current", dataclasses.replace(_FP8, scaling="current")),
 )
 #: Losses after a few steps may differ by this much from the native ones: FP8 learns a little otherwise.
 LOSS_WITHIN = 0.02
@@ -100,10 +105,20 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def chosen(model: Model) -> list[Setup]:
-    """What is measured of a model: a loss of few classes is also torch's, and torchao where it is installed."""
-    small = model.config.vocab_size < 1024
-    setups = [setup for setup in SETUPS if small or setup.loss == "fused"]
-    return [setup for setup in setups if setup.whose != "torchao" or peers.has("torchao")]
+    """What is measured of a model: where there are few classes also torch's loss, and libraries that are installed."""
+    few_classes = model.config.vocab_size < 1024
+    return [setup for setup in SETUPS if few_classes or not setup.name.endswith(_TORCH_LOSS)] + others()
+
+
+def others() -> list[Setup]:
+    """Other libraries as the ladder runs them: each way of each that is installed, the best one first."""
+    return [
+        Setup(contender.name + (", second choice" if number else ""), recipe)
+        for peer in contenders.PEERS
+        if place_of(peer) is not None
+        for contender in contenders.contenders_of_peer(peer, timing.DEVICE)
+        for number, recipe in enumerate(contender.attempts)
+    ]
 
 
 def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
@@ -114,7 +129,12 @@ def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
     works = [Work(setup, model.config, model.batch, model.steps, device) for setup in chosen(model)]
     native: dict[str, Any] | None = None
     for one, reply in measured(works, model.together):
-        row = {"model": name, "configuration": one.setup.name, "precision": one.setup.precision, **one.setup.dtypes}
+        row = {
+            "model": name,
+            "configuration": one.setup.name,
+            "precision": one.setup.recipe.precision,
+            **one.setup.dtypes,
+        }
         if "failed" in reply:
             yield row | reply
             continue
@@ -123,7 +143,7 @@ def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
         elif native is not None and not abs(reply["loss"] / native["loss"] - 1) <= LOSS_WITHIN:
             yield row | {"failed": f"its loss is {reply['loss']:.4f}, native's {native['loss']:.4f}; nothing is said."}
             continue
-        yield row | reply | beside(model, reply, native, floor_ms(model, one.setup.precision, best))
+        yield row | reply | beside(model, reply, native, floor_ms(model, one.setup.recipe.precision, best))
 
 
 def beside(model: Model, reply: dict[str, Any], native: dict[str, Any] | None, floor: float) -> dict[str, Any]:
@@ -149,15 +169,14 @@ def rates(copy: float) -> ceilings.Ceilings:
     return dataclasses.replace(best, copy=copy)
 
 
-def floor_ms(model: Model, precision: str, best: ceilings.Ceilings) -> float:
+def floor_ms(model: Model, precision: Precision, best: ceilings.Ceilings) -> float:
     """The least that products and bytes of a step take: the blocks' products in FP8 where it is asked for."""
     config, tokens = model.config, model.batch * model.config.context
     flops = work.flops_per_step(config, model.batch)
     blocks = 6 * config.layers * (4 * config.width**2 + 2 * config.width * config.ffn_width) * tokens
     bf16 = best.products["bf16"]
-    is_fp8 = precision.startswith("fp8")
-    rate = best.products.get("fp8", bf16) if is_fp8 else bf16
-    moved = work.bytes_per_step(config, model.parameters, model.batch, "fp8" if is_fp8 else "bf16")
+    rate = best.products.get("fp8", bf16) if precision == "fp8" else bf16
+    moved = work.bytes_per_step(config, model.parameters, model.batch, precision)
     return (blocks / rate + (flops - blocks) / bf16 + moved / best.copy) * 1e3
 
 
@@ -166,5 +185,9 @@ _TINY = Model(GPTConfig(96, 32, 2, 2, 64, 16), 2, steps=12, together=5)
 _NAMES = (NATIVE, "native, all bf16", "fusestep bf16", "fusestep bf16, masters", "fusestep fp8 delayed, torch's loss")
 TINY = {
     "MODELS": dict.fromkeys(MODELS, _TINY),
-    "SETUPS": tuple(dataclasses.replace(setup, compiled=False) for setup in SETUPS if setup.name in _NAMES),
+    "SETUPS": tuple(
+        dataclasses.replace(setup, recipe=dataclasses.replace(setup.recipe, compiled=False))
+        for setup in SETUPS
+        if setup.name in _NAMES
+    ),
 }

@@ -1,9 +1,9 @@
-"""Whole training steps in processes of their own: ours, and the best of native PyTorch on the same model.
+"""Whole training steps in processes of their own: ours, the best of native PyTorch, and other libraries'.
 
-The native model is one that a user would write: nn.Linear, one product for q, k and v, causal
-scaled_dot_product_attention. Model and loss are compiled together by torch.compile, the optimizer is torch's fused
-AdamW, and forward, backward and step are one CUDA graph, captured as torch's manual says. Ours is
-`fusestep.models.GPT` under `fusestep.TrainStep`. Both start from the same weights and see the same random tokens.
+The steps are the ladder's (`fusestep.ladder`): native PyTorch has one product for q, k and v, causal
+scaled_dot_product_attention, model and loss compiled together by torch.compile, torch's fused AdamW, and forward,
+backward and step in one CUDA graph; ours is `fusestep.models.GPT` under `fusestep.TrainStep`. All start from the same
+weights, drawn on the device, and see the same random tokens.
 
 A process builds its step, runs it until it is captured, says so, and times it when it is told to: several may get
 ready beside each other, and are timed one after another. Its peak of memory is `max_memory_reserved` since its start.
@@ -14,27 +14,30 @@ This module must not touch a device when it is imported: processes are forked af
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch._dynamo  # torch.optim imports it in its first step
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import TrainStep
 from fusestep.fp8.recipes import recipe_named
+from fusestep.ladder.peer_steps import peer_step
+from fusestep.ladder.rungs import Recipe
+from fusestep.ladder.step import Step
+from fusestep.ladder.subject import BuiltIn
 from fusestep.ladder.timing import clock_of, measure
+from fusestep.ladder.torch_step import native_step
 from fusestep.models import GPT, GPTConfig
+from fusestep.models.gpt import INITIAL_STD
 from fusestep.optim import FusedAdam
 
-Whose = Literal["ours", "native", "torchao"]
-Dtype = Literal["fp32", "bf16"]
-LR, WEIGHT_DECAY, INITIAL_STD = 3e-4, 0.01, 0.023
 #: Batches that the timed steps take turns with, and steps that surely end with a captured one.
 BATCHES, PREPARED = 4, 6
 #: Seconds that a process may take to get ready, and to be timed.
@@ -47,28 +50,30 @@ class Setup:
 
     Attributes:
         name: of the row.
-        whose: fusestep's, native PyTorch's, or native with torchao's FP8.
-        precision: what products are computed in; in FP8 those of the blocks.
-        weights: the parameters' dtype; with fp32 products run under autocast. Moments have it too, unless there are
-            masters.
-        masters: fp32 master weights, and fp32 moments, beside bf16 weights.
-        loss: fusestep.linear_cross_entropy or torch's, of all logits.
-        steps: that are timed.
+        recipe: the ladder's.
+        masters: ours with bf16 weights, fp32 masters and fp32 moments, which no rung of the ladder has.
     """
 
     name: str
-    whose: Whose
-    precision: Literal["bf16", "fp8 delayed", "fp8 current", "fp8 tensorwise"] = "bf16"
-    weights: Dtype = "fp32"
+    recipe: Recipe
     masters: bool = False
-    loss: Literal["fused", "torch"] = "fused"
-    compiled: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is fusestep's."""
+        return not self.recipe.peer and self.recipe.optimizer == "fused"
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """In words, for a row."""
-        masters = {True: "fp32", False: "none"}[self.masters]
-        return {"weights": self.weights, "moments": "fp32" if self.masters else self.weights, "masters": masters}
+        """Of weights, moments and masters, for a row."""
+        # Transformer Engine's optimizer keeps masters of its bf16 weights.
+        has_masters = self.masters or self.recipe.peer == "te"
+        weights = "bf16" if self.masters else self.recipe.weights
+        return {
+            "weights": weights,
+            "moments": "fp32" if has_masters else weights,
+            "masters": "fp32" if has_masters else "none",
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,152 +87,58 @@ class Work:
     device: str
 
 
-class NativeBlock(nn.Module):
-    """A pre-norm block in plain PyTorch."""
+class OnDevice(BuiltIn):
+    """The GPT with weights and tokens drawn on the device: on the host a large model's would take many seconds."""
 
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.norm1, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, config.ffn_width),
-            nn.Linear(config.ffn_width, width),
-        )
+    def __init__(self, config: GPTConfig, batch: int) -> None:
+        super().__init__(config, "random", batch, 0)
+        self.sequences = batch
 
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, W = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(B, T, W))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return out
+    def model(self, recipe: Recipe, device: torch.device) -> nn.Module:
+        made = GPT(dataclasses.replace(self.config, form=recipe.form, norm=recipe.norm), device="meta")
+        return drawn(made.to_empty(device=device), device)
+
+    def batches(self, device: torch.device, *, reverse: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random tokens and targets."""
+        generator = torch.Generator(device).manual_seed(1)
+        shape = (self.sequences, self.config.context)
+        while True:
+            pair = [torch.randint(self.config.symbols, shape, generator=generator, device=device) for _ in range(2)]
+            yield (pair[0].flip(0), pair[1].flip(0)) if reverse else (pair[0], pair[1])
 
 
-class NativeGPT(nn.Module):
-    """The GPT of `fusestep.models` in plain PyTorch; its matrices in the same order."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(NativeBlock(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.final_norm(x))
-        return logits
-
-
-def loss_of_logits(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of all logits, in fp32."""
-    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-
-
-def initialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Storage and values for a model on the meta device: each matrix from the device's generator, in their order."""
-    model = model.to(dtype).to_empty(device=device)
+@torch.no_grad()
+def drawn(model: nn.Module, device: torch.device) -> nn.Module:
+    """A model with values from the device's generator, each matrix in the order that all forms of the GPT share."""
     generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                drawn = torch.empty(parameter.shape, device=device)
-                parameter.copy_(drawn.normal_(0.0, INITIAL_STD, generator=generator))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            values = torch.empty(parameter.shape, device=device)
+            parameter.copy_(values.normal_(0.0, INITIAL_STD, generator=generator))
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
 
 
-def build(work: Work) -> Callable[[Tensor, Tensor], Tensor]:
+def build(work: Work) -> Callable[..., Tensor]:
     """The step of a work: takes tokens and targets, returns the loss on the device."""
     setup, device = work.setup, torch.device(work.device)
-    torch.set_float32_matmul_precision("highest")
-    dtype = torch.float32 if setup.weights == "fp32" else torch.bfloat16
-    autocast = torch.bfloat16 if setup.weights == "fp32" else None
-    if setup.whose == "ours":
-        config = dataclasses.replace(work.config, form="fused")
-        model = initialise(GPT(config, device="meta"), device, dtype)
-        optimizer = FusedAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, master_weights=setup.masters)
-        _, is_fp8, scaling = setup.precision.partition("fp8 ")
-        recipe = recipe_named(scaling) if is_fp8 else None  # type: ignore[arg-type]
-        loss = GPT.loss if setup.loss == "fused" else loss_of_logits
-        return TrainStep(model, loss, optimizer, autocast=autocast, fp8_recipe=recipe)
-    with torch.device("meta"):
-        native: nn.Module = NativeGPT(work.config)
-    native = initialise(native, device, dtype)
-    if setup.whose == "torchao":
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        convert_to_float8_training(
-            native,
-            config=Float8LinearConfig.from_recipe_name("tensorwise"),
-            module_filter_fn=lambda _, name: "blocks" in name,
-        )
-    return NativeStep(native, device, autocast, is_compiled=setup.compiled)
+    subject, recipe = OnDevice(work.config, work.batch), setup.recipe
+    if setup.masters:
+        return with_masters(recipe, subject, device)
+    if setup.is_ours:
+        return Step(recipe, subject, device, seed=0)
+    if device.type != "cuda":
+        recipe = dataclasses.replace(recipe, graph=False)
+    return (peer_step if recipe.peer else native_step)(recipe, subject, device, 0)
 
 
-class NativeStep:
-    """Forward, backward and torch's fused AdamW as one CUDA graph (on a CPU: one after another)."""
-
-    def __init__(
-        self, model: nn.Module, device: torch.device, autocast: torch.dtype | None, *, is_compiled: bool
-    ) -> None:
-        self.model, self.device, self.autocast = model, device, autocast
-        self.loss = torch.compile(loss_of_logits, dynamic=False) if is_compiled else loss_of_logits
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True, capturable=device.type == "cuda"
-        )
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.calls = 0
-        self.static: tuple[Tensor, ...] = ()
-        self.result: Tensor | None = None
-
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        if self.stream is None:
-            return self._step(tokens, targets)
-        if self.calls <= 3:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                loss = self._step(tokens, targets)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return loss
-        if self.graph is None:
-            self.static = (tokens.clone(), targets.clone())
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self._step(*self.static)
-        for place, given in zip(self.static, (tokens, targets), strict=True):
-            place.copy_(given, non_blocking=True)
-        self.graph.replay()
-        assert self.result is not None
-        return self.result.clone()
-
-    def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # Without the cache of casts: a graph must hold each step's own.
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
-            loss = self.loss(self.model, tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-
-def batches(work: Work) -> list[tuple[Tensor, Tensor]]:
-    """Random tokens and targets."""
-    generator = torch.Generator(work.device).manual_seed(1)
-
-    def drawn() -> Tensor:
-        shape = (work.batch, work.config.context)
-        return torch.randint(work.config.symbols, shape, generator=generator, device=work.device)
-
-    return [(drawn(), drawn()) for _ in range(BATCHES)]
+def with_masters(recipe: Recipe, subject: OnDevice, device: torch.device) -> TrainStep:
+    """Ours with bf16 weights and fp32 masters: products in bf16 need no autocast then."""
+    model = subject.model(recipe, device).to(torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), lr=recipe.lr, weight_decay=0.01, master_weights=True)
+    fp8 = recipe_named(recipe.scaling) if recipe.precision == "fp8" else None
+    return TrainStep(model, subject.loss(recipe), optimizer, fp8_recipe=fp8)
 
 
 class Prepared:
@@ -236,7 +147,8 @@ class Prepared:
     def __init__(self, work: Work) -> None:
         self.work, self.device = work, torch.device(work.device)
         self.clock = clock_of(self.device)
-        self.batches = batches(work)
+        stream = OnDevice(work.config, work.batch).batches(self.device)
+        self.batches = list(itertools.islice(stream, BATCHES))
         self.step = build(work)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -244,8 +156,9 @@ class Prepared:
             begun = time.perf_counter()
             self.losses.append(float(self.step(*self.batches[number % BATCHES])))
             self.seconds.append(time.perf_counter() - begun)
-        if isinstance(self.step, TrainStep) and self.step.fallback is not None and self.device.type == "cuda":
-            raise RuntimeError(f"the step was not captured: {self.step.fallback}")
+        graphed = getattr(self.step, "graphed", self.step)
+        if isinstance(graphed, TrainStep) and graphed.fallback is not None and self.device.type == "cuda":
+            raise RuntimeError(f"the step was not captured: {graphed.fallback}")
         # The losses were read above, which made the host wait; nothing below does.
         self.count = 0
 

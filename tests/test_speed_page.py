@@ -85,6 +85,8 @@ def test_a_share_of_the_floor_is_more_when_it_is_better() -> None:
 
 def step(configuration: str, ms: float, peak: float, **more: Any) -> dict[str, Any]:
     words = {"model": "b", "configuration": configuration, "device_ms": ms, "peak_reserved_bytes": peak * 1e9}
+    words |= {"precision": "fp8" if "fp8" in configuration or configuration == "torchao" else "bf16"}
+    words |= {"moments": "bf16" if "all bf16" in configuration else "fp32"}
     return words | {"floor_ms": 30.0} | more
 
 
@@ -96,11 +98,15 @@ def test_the_memory_of_a_whole_step_is_that_of_the_configuration_whose_time_is_c
         step("fusestep bf16, masters", 49.0, 12.0),
         step("fusestep fp8 delayed", 36.0, 15.0),
         step("fusestep fp8 current", 37.0, 17.0),
+        step("te-fp8", 48.0, 15.5),
     ]
     time = judged("steps/b/time", *rows)
     assert (time.ours, time.verdict) == (36.0, "met")
     assert judged("steps/b/memory, fp8", *rows).verdict == "met"
+    assert judged("steps/b/memory, fp8", *rows, step("torchao", 55.0, 14.0)).verdict == "missed: 7.1% over torchao"
     assert judged("steps/b/memory, bf16", *rows).verdict == "missed: 6.2% over native, amp"
+    slower = judged("steps/b/time", *rows, step("torchao", 30.0, 14.0))
+    assert slower.verdict == "missed: 20.0% behind torchao"
 
 
 def test_growth_is_judged_at_the_largest_size() -> None:

@@ -245,6 +245,18 @@ OURS_FP8 = (
 )
 
 
+def _others(model: str, *precisions: str) -> Callable[[Data], bool]:
+    """Others that keep moments in fp32 as ours do, in these precisions; native amp, which has no FP8, in any."""
+
+    def check(row: Data) -> bool:
+        name = str(row.get("configuration", ""))
+        if row.get("model") != model or name.startswith("fusestep") or row.get("moments") != "fp32":
+            return False
+        return name == "native, amp" or row.get("precision") in precisions
+
+    return check
+
+
 def _steps() -> Iterator[Target]:
     engine = "TE FP8 {} ms, with its graphs {}, torchao {}"
     rows = (
@@ -255,7 +267,6 @@ def _steps() -> Iterator[Target]:
     )
     for model, words, goal, (apex, native, others) in rows:
         quoted = ("" if apex is None else f"Apex + amp {apex}, ") + f"native amp {native}, {others}"
-        peers = has(model=model, configuration=("native, amp", "torchao tensorwise, amp"))
         label = f"{model.upper()}: {words}"
         own: dict[str, Any] = {"table": STEPS, "part": f"steps-{model}", "better": "less"}
         yield Target(
@@ -264,15 +275,15 @@ def _steps() -> Iterator[Target]:
             goal=goal,
             value=field("device_ms"),
             mine=has(model=model, configuration=OURS_BF16 + OURS_FP8),
-            rivals=peers,
+            rivals=_others(model, "bf16", "fp8"),
             floor=field("floor_ms"),
             quoted=quoted,
             show=_milliseconds,
             **own,
         )
         for precision, mine, rivals in (
-            ("BF16", OURS_BF16, ("native, amp",)),
-            ("FP8", OURS_FP8, ("native, amp", "torchao tensorwise, amp")),
+            ("BF16", OURS_BF16, _others(model, "bf16")),
+            ("FP8", OURS_FP8, _others(model, "fp8")),
         ):
             yield Target(
                 name=f"steps/{model}/memory, {precision.lower()}",
@@ -281,7 +292,7 @@ def _steps() -> Iterator[Target]:
                 value=field("peak_reserved_bytes", 1e9),
                 # Of the very configuration whose time is claimed.
                 mine=has(model=model, configuration=mine, is_fastest=True),
-                rivals=has(model=model, configuration=rivals),
+                rivals=rivals,
                 show=_gigabytes,
                 bound_is_rival=True,
                 **own,

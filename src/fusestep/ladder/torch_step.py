@@ -105,6 +105,8 @@ class TorchStep:
         leaves, shape = tree_flatten(batch)
         statics = [one.clone() if isinstance(one, Tensor) else one for one in leaves]
         self._inputs = [one for one in statics if isinstance(one, Tensor)]
+        # The gradients of before lie outside of the graph's memory, and would stay there beside it for nothing.
+        self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             self._result = self._eager(tree_unflatten(statics, shape))
