@@ -1,6 +1,6 @@
-"""A GPT over the ranks of a mesh: replicated with its gradients averaged, or sharded block by block.
+"""A GPT over the ranks of a mesh: replicated with its gradients averaged, sharded block by block, its products shared.
 
-    spread = spread_gpt(config, mesh, Parallel.of("fsdp"), dtype=torch.float32, compute=torch.bfloat16)
+    spread = spread_gpt(config, mesh, Parallel.of("fsdp,tp=2"), device=device, dtype=torch.float32)
     with spread.micro_batch(is_last=True):
         spread.loss(tokens, targets, reduction="mean").backward()
     optimizer.step()             # over spread.model.parameters()
@@ -11,6 +11,7 @@ model, of which each rank keeps its part.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
+from fusestep.distributed.groups import is_dtensor, local_of, own_part
 from fusestep.distributed.mesh import DATA, TENSOR, Parallel
+from fusestep.fp8 import MXFP8BlockScaling, gather_in_fp8
+from fusestep.fp8.recipes import Recipe
 from fusestep.models import GPT, GPTConfig
 from fusestep.models.gpt import INITIAL_STD
 
@@ -32,18 +36,21 @@ _REDUCED_AT_ONCE = 1 << 24
 class Spread:
     """A model and how its ranks work together.
 
+    Replicated parameters are torch's DistributedDataParallel's to average, except DTensors and gradients that are
+    summed in `main_grad`, of which it knows nothing: those are averaged after the last micro-batch.
+
     Attributes:
         model: what the optimizer steps and a checkpoint holds; its parameters are DTensors where they are sharded.
         parallel, mesh: as given.
     """
 
-    def __init__(self, model: GPT, mesh: DeviceMesh, parallel: Parallel, *, reduces_main_grads: bool) -> None:
+    def __init__(self, model: GPT, mesh: DeviceMesh, parallel: Parallel, *, has_main_grads: bool) -> None:
         self.model = model
         self.mesh = mesh
         self.parallel = parallel
-        self._reduces_main_grads = reduces_main_grads
         self._replicated: nn.parallel.DistributedDataParallel | None = None
-        if parallel.data == "ddp" and not reduces_main_grads:
+        self._averages = parallel.data == "ddp" and (has_main_grads or parallel.tensor > 1)
+        if parallel.data == "ddp" and not self._averages:
             devices = {parameter.device for parameter in model.parameters()}
             self._replicated = nn.parallel.DistributedDataParallel(
                 _Loss(model),
@@ -54,7 +61,7 @@ class Spread:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are DTensors, each rank holding a part."""
+        """Whether each rank holds a part of every parameter only (FSDP2)."""
         return self.parallel.data == "fsdp"
 
     def loss(self, tokens: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -69,11 +76,11 @@ class Spread:
             model: Any = self.model
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
-        holds = self._replicated is not None and not is_last
-        with self._replicated.no_sync() if holds and self._replicated is not None else nullcontext():
+        waits = self._replicated is not None and not is_last
+        with self._replicated.no_sync() if waits and self._replicated is not None else nullcontext():
             yield
-        if is_last and self._reduces_main_grads:
-            average_main_grads(self.model, self.mesh[DATA].get_group())
+        if is_last and self._averages:
+            average_gradients(self.model, self.mesh[DATA].get_group())
 
     def rest(self) -> None:
         """After passes without a backward one: give back what they gathered."""
@@ -90,60 +97,62 @@ def spread_gpt(
     device: torch.device,
     dtype: torch.dtype,
     compute: torch.dtype | None = None,
+    fp8_recipe: Recipe | None = None,
     checkpoint_blocks: bool = False,
-    reduces_main_grads: bool = False,
+    has_main_grads: bool = False,
 ) -> Spread:
     """Build a GPT over a mesh, with initial values from the default generator of the CPU, which all ranks seeded alike.
 
     Args:
         mesh, parallel: see `fusestep.distributed.mesh`.
-        dtype: of the parameters. compute: that of autocast, in which sharded fp32 weights travel; None: in their own.
+        dtype: of the parameters. compute: that of autocast, in which sharded fp32 blocks travel; None: in their own.
+        fp8_recipe: of the regions around the loss; sharded weights travel in FP8 then, where the recipe lets them.
         checkpoint_blocks: see GPT.
-        reduces_main_grads: gradients are summed in `main_grad` (fusestep.optim.accumulate_in_fp32), which torch's
-            engines do not look at, and are averaged from there.
+        has_main_grads: gradients are summed in `main_grad` (fusestep.optim.accumulate_in_fp32).
+    Raises: UserError for a model that the ranks cannot share.
     """
-    if parallel.data == "fsdp":
-        model = GPT(config, device="meta", dtype=dtype)
-        model.checkpoint_blocks = checkpoint_blocks
-        _split_products(model, mesh, parallel)
-        shard(model, mesh[DATA], compute)
-        model.to_empty(device=device)
-        draw_weights(model)
-    elif parallel.tensor > 1:
-        model = GPT(config, device="meta", dtype=dtype)
-        model.checkpoint_blocks = checkpoint_blocks
-        _split_products(model, mesh, parallel)
-        model.to_empty(device=device)
-        draw_weights(model)
-    else:
-        model = GPT(config, device=device, dtype=dtype)
-        model.checkpoint_blocks = checkpoint_blocks
-    return Spread(model, mesh, parallel, reduces_main_grads=reduces_main_grads and parallel.data == "ddp")
-
-
-def _split_products(model: GPT, mesh: DeviceMesh, parallel: Parallel) -> None:
+    is_whole = parallel.data != "fsdp" and parallel.tensor == 1
+    model = GPT(config, device=device if is_whole else "meta", dtype=dtype)
+    model.checkpoint_blocks = checkpoint_blocks
     if parallel.tensor > 1:
-        raise NotImplementedError((model, mesh[TENSOR]))
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from fusestep.distributed.plans import GPTParallel
+
+        parallelize_module(model, mesh[TENSOR], GPTParallel(sequence_parallel=parallel.by_sequence))
+    if parallel.data == "fsdp":
+        shard(model, mesh[DATA], compute, fp8_recipe)
+    if not is_whole:
+        model.to_empty(device=device)
+        draw_weights(model)
+    return Spread(model, mesh, parallel, has_main_grads=has_main_grads)
 
 
-def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
+def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype | None, fp8_recipe: Recipe | None) -> None:
     """Shard each block, and then what is left, over a one-dimensional mesh, in place (FSDP2).
 
-    Args:
-        compute: fp32 weights are gathered in this dtype and their gradients reduced in fp32; None: in their own.
+    Gradients are reduced in fp32. What is not in a block travels in its own dtype, so that the residual stream has the
+    dtype that it has without sharding.
+
+    Args: compute, fp8_recipe: see `spread_gpt`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    is_narrowed = compute not in (None, torch.float32)
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if is_narrowed else None,
-        reduce_dtype=torch.float32,
-        # Token ids and the residual stream stay what they are.
-        cast_forward_inputs=False,
+    travels_in_fp8 = (
+        fp8_recipe is not None
+        and not isinstance(fp8_recipe, MXFP8BlockScaling)
+        and not any(is_dtensor(parameter) for parameter in model.parameters())
     )
+    if travels_in_fp8:
+        gather_in_fp8(model, fp8_recipe)
+    narrow = None if travels_in_fp8 or compute == torch.float32 else compute
+    # Nothing here adds to a block's output in place, which is what the warning is about.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in model.blocks:
+        policy = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    rest = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=rest)
     register_fsdp_forward_method(model, "loss")
 
 
@@ -155,32 +164,7 @@ def draw_weights(model: GPT) -> None:
             whole = torch.empty(parameter.shape, device="cpu", dtype=torch.float32).normal_(0.0, INITIAL_STD)
         else:
             whole = torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.float32)
-        local(parameter).copy_(part_of(whole, parameter))
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: all of it, unless it is a DTensor."""
-    held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return held
-
-
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that is laid out as `like`.
-
-    FSDP cuts what tensor parallelism has cut already, so the last dimension of a mesh cuts first.
-    """
-    if not hasattr(like, "to_local"):
-        return whole
-    layout: Any = like
-    coordinates = layout.device_mesh.get_coordinate()
-    part = whole
-    for number, placement in reversed(list(enumerate(layout.placements))):
-        if placement.is_replicate():
-            continue
-        chunks = part.chunk(layout.device_mesh.size(number), placement.dim)
-        place = coordinates[number]
-        part = chunks[place] if place < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
+        local_of(parameter).copy_(whole[own_part(parameter)] if is_dtensor(parameter) else whole)
 
 
 class _Loss(nn.Module):
@@ -195,19 +179,27 @@ class _Loss(nn.Module):
 
 
 @torch.no_grad()
-def average_main_grads(model: nn.Module, group: distributed.ProcessGroup) -> None:
-    """Replace each `main_grad` by its mean over a group's ranks, many in one collective."""
+def average_gradients(model: nn.Module, group: distributed.ProcessGroup) -> None:
+    """Replace each gradient, that in `main_grad` where there is one, by its mean over a group's ranks.
+
+    Many of one dtype go in one collective.
+    """
     if group.size() == 1:
         return
-    batch: list[Tensor] = []
-    for parameter in [*model.parameters(), None]:
-        gradient = getattr(parameter, "main_grad", None)
-        if isinstance(gradient, Tensor):
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in model.parameters():
+        main = getattr(parameter, "main_grad", None)
+        gradient = main if isinstance(main, Tensor) else parameter.grad
+        if gradient is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(local_of(gradient))
+    for gradients in by_dtype.values():
+        batch: list[Tensor] = []
+        for number, gradient in enumerate(gradients, 1):
             batch.append(gradient)
-        if batch and (parameter is None or sum(one.numel() for one in batch) >= _REDUCED_AT_ONCE):
-            flat = torch.cat([one.reshape(-1) for one in batch])
-            distributed.all_reduce(flat, group=group)
-            flat /= group.size()
-            for one, mean in zip(batch, flat.split([one.numel() for one in batch]), strict=True):
-                one.copy_(mean.view_as(one))
-            batch = []
+            if number == len(gradients) or sum(one.numel() for one in batch) >= _REDUCED_AT_ONCE:
+                flat = torch.cat([one.reshape(-1) for one in batch])
+                distributed.all_reduce(flat, group=group)
+                flat /= group.size()
+                for one, mean in zip(batch, flat.split([one.numel() for one in batch]), strict=True):
+                    one.copy_(mean.view_as(one))
+                batch = []

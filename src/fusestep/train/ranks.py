@@ -35,14 +35,12 @@ class Ranks:
         index, count: of this rank among those that train on different sequences.
         is_first: whether this process writes and speaks.
         is_sharded: whether it holds a part of each parameter only.
-        amax_group: over which delayed FP8 scaling reduces amaxes.
         size: of all ranks.
         signal: one that reached this process and that the others should know of.
     """
 
     index, count, size = 0, 1, 1
     is_first, is_sharded = True, False
-    amax_group: Any = None
     signal: signal.Signals | None = None
 
     def build(
@@ -141,10 +139,9 @@ class RanksOfWorld(Ranks):
             dtype=dtype_of(config.weights),
             compute=dtype_of(config.precision),
             checkpoint_blocks=config.activation_checkpointing,
-            reduces_main_grads=accumulates_in_fp32,
+            fp8_recipe=config.fp8_recipe,
+            has_main_grads=accumulates_in_fp32,
         )
-        if self.size > 1:
-            self.amax_group = torch.distributed.group.WORLD
         return self._spread.model
 
     def loss(self, tokens: Tensor, targets: Tensor, **options: Any) -> Tensor:

@@ -240,7 +240,7 @@ class Trainer:
         if self.fp8_recipe is None:
             yield
         else:
-            with fp8_autocast(recipe=self.fp8_recipe, group=self.ranks.amax_group):
+            with fp8_autocast(recipe=self.fp8_recipe):
                 yield
 
     def _renew_scales(self) -> None:
