@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusestep.convert import blocks
+from fusestep.convert import blocks, rotary
 
 
 class PlainRMSNorm(nn.Module):
@@ -216,4 +216,13 @@ def adds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     real = blocks.add_and_normalise
     monkeypatch.setattr(blocks, "add_and_normalise", lambda *args: (calls.append(1), real(*args))[1])
+    return calls
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What our function has rotated in attention of other libraries."""
+    calls: list[Tensor] = []
+    real = rotary.apply_rotary_tables
+    monkeypatch.setattr(rotary, "apply_rotary_tables", lambda t, *tables: (calls.append(t), real(t, *tables))[1])
     return calls

@@ -134,7 +134,7 @@ def test_loss_and_gradients_are_the_old_ones(change: str, options: dict[str, Any
         torch.testing.assert_close(output.loss.double(), loss, rtol=1e-6, atol=1e-6)
         found = torch.autograd.grad(output.loss, list(model.parameters()))
         for mine, true in zip(found, gradients, strict=True):
-            assert float((mine.double() - true).norm() / true.norm()) < 2e-6
+            assert float((mine.double() - true).norm() / true.norm()) < (2e-6 if device.type == "cpu" else 1e-5)
         report.undo()
         assert type(model) is CausalLM
 

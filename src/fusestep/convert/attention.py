@@ -194,7 +194,7 @@ def _library_attention(module: nn.Module) -> bool | str:
         return False
     if chosen == "eager":
         return "it writes its scores to memory: load the model with attn_implementation='sdpa'"
-    return f"its attention is one kernel already ({chosen}); what is around it is the library's"
+    return f"its attention is one kernel already ({chosen}), and what is around it is not known"
 
 
 PATTERNS = (

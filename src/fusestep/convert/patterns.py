@@ -92,10 +92,10 @@ def unregister(pattern: Pattern) -> None:
 
 def known_patterns(asked: Sequence[Pattern]) -> list[Pattern]:
     """The user's, the newest first, what is asked for, and ours."""
-    from fusestep.convert import activations, attention, blocks, gated_mlp, norms
+    from fusestep.convert import activations, attention, blocks, gated_mlp, norms, rotary
 
-    ours = (gated_mlp.PATTERNS, norms.PATTERNS, activations.PATTERNS, attention.PATTERNS, blocks.PATTERNS)
-    return [*_registered, *asked, *(pattern for patterns in ours for pattern in patterns)]
+    ours = (gated_mlp, norms, activations, rotary, attention, blocks)
+    return [*_registered, *asked, *(pattern for file in ours for pattern in file.PATTERNS)]
 
 
 def is_named(path: str, patterns: Sequence[str]) -> bool:
