@@ -5,8 +5,7 @@ Nothing of ours needs them. One that is not installed has no rows, and the resul
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -16,32 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Name here: (module, distribution).
-LIBRARIES = {
-    "liger": ("liger_kernel", "liger-kernel"),
-    "quack": ("quack", "quack-kernels"),
-    "torchao": ("torchao", "torchao"),
-}
+from fusestep.ladder.peer_steps import name_what_cannot_be_fingerprinted
+from fusestep.ladder.peers import load as load_anew
+from fusestep.ladder.peers import place_of, version_of
+
+LIBRARIES = ("liger", "quack", "torchao")
 NOT_INSTALLED = "not installed"
+
+#: Looked up within what is timed, so once.
+load = functools.cache(load_anew)
 
 
 def versions() -> dict[str, str]:
     """The version of each library, or "not installed"."""
-    return {name: _version(module, package) for name, (module, package) in LIBRARIES.items()}
-
-
-def _version(module: str, package: str) -> str:
-    if importlib.util.find_spec(module) is None:
-        return NOT_INSTALLED
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown version"
+    return {
+        name: NOT_INSTALLED if place_of(name) is None else version_of(name) or "unknown version" for name in LIBRARIES
+    }
 
 
 def has(name: str) -> bool:
     """Whether a library is installed. QuACK also needs the folder that CUTLASS DSL's wheel keeps its package in."""
-    if importlib.util.find_spec(LIBRARIES[name][0]) is None:
+    if place_of(name) is None:
         return False
     if name == "quack" and importlib.util.find_spec("cutlass") is None:
         found = importlib.util.find_spec("nvidia_cutlass_dsl")
@@ -66,7 +60,7 @@ def norms(kind: str, width: int, eps: float, device: torch.device) -> dict[str, 
 
 
 def _liger_norm(kind: str, width: int, eps: float) -> nn.Module:
-    transformers = importlib.import_module("liger_kernel.transformers")
+    transformers = load("liger_kernel.transformers")
     # in_place=False: the upstream gradient belongs to the caller, and is used again by the next call.
     options: dict[str, Any] = {} if kind == "layer_norm" else {"in_place": False}
     name = "LigerLayerNorm" if kind == "layer_norm" else "LigerRMSNorm"
@@ -89,7 +83,7 @@ class _QuackNorm(nn.Module):
                 x, self.weight, self.bias, self.eps
             )
             return y
-        made: Tensor = importlib.import_module("quack.rmsnorm").rmsnorm(x, self.weight, eps=self.eps)
+        made: Tensor = load("quack.rmsnorm").rmsnorm(x, self.weight, eps=self.eps)
         return made
 
 
@@ -98,7 +92,7 @@ class _QuackLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        module = importlib.import_module("quack.rmsnorm")
+        module = load("quack.rmsnorm")
         y, rstd, mean = module.layernorm_fwd(x, weight, bias, eps=eps, return_rstd=True, return_mean=True)
         ctx.save_for_backward(x, weight, rstd, mean)
         out: Tensor = y
@@ -107,7 +101,7 @@ class _QuackLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, rstd, mean = ctx.saved_tensors
-        module = importlib.import_module("quack.rmsnorm")
+        module = load("quack.rmsnorm")
         return *module.layernorm_bwd(x, weight, gradient, rstd, mean), None
 
 
@@ -117,38 +111,21 @@ def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     if has("liger"):
         made["liger"] = _liger_loss
     if has("quack"):
-        _name_what_quack_cannot()
+        name_what_cannot_be_fingerprinted()
         made["quack"] = _quack_loss
     return made
 
 
 def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    module = load("liger_kernel.ops.fused_linear_cross_entropy")
     loss: Tensor = module.LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
     return loss
 
 
 def _quack_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = importlib.import_module("quack.linear_cross_entropy")
+    module = load("quack.linear_cross_entropy")
     loss: Tensor = module.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
     return loss
-
-
-def _name_what_quack_cannot() -> None:
-    """Newer CUTLASS DSL hands QuACK 0.6 values that its cache of kernels has no key for; they are named by type."""
-    try:
-        identity: Any = importlib.import_module("quack.gemm_runtime.identity")
-    except ImportError:  # another version: what it cannot do shows where it is timed
-        return
-    key = identity.semantic_value_key
-
-    def named(value: Any, seen: Any = None) -> Any:
-        try:
-            return key(value, seen)
-        except TypeError:
-            return ("opaque", str(type(value)))
-
-    identity.semantic_value_key = named
 
 
 def cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -157,13 +134,13 @@ def cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 
 
 def _quack_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = importlib.import_module("quack.cross_entropy").cross_entropy(logits, target)
+    loss: Tensor = load("quack.cross_entropy").cross_entropy(logits, target)
     return loss
 
 
 def float8(module: nn.Module) -> nn.Module:
     """torchao's FP8 training with one scale a tensor, computed anew, compiled: its fastest recipe on a Hopper chip."""
-    float8 = importlib.import_module("torchao.float8")
+    float8 = load("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     float8.convert_to_float8_training(module, config=config)
     compiled: nn.Module = torch.compile(module, dynamic=False)  # type: ignore[assignment]

@@ -213,7 +213,7 @@ def _torchao(parts: _Parts) -> TorchStep:
 
 def _quack(parts: _Parts) -> TorchStep:
     """Its LayerNorm where the version has one with a bias to train, and its chunked linear cross entropy."""
-    _name_what_cannot_be_fingerprinted()
+    name_what_cannot_be_fingerprinted()
     chunked = load("quack.linear_cross_entropy").chunked_linear_cross_entropy
     norms = load("quack.rmsnorm")
     model = parts.gpt(lambda width: _QuackLayerNorm(norms, width, EPSILON))
@@ -231,7 +231,7 @@ def _quack(parts: _Parts) -> TorchStep:
     return parts.step(model, loss, *what)
 
 
-def _name_what_cannot_be_fingerprinted() -> None:
+def name_what_cannot_be_fingerprinted() -> None:
     """Newer CUTLASS hands QuACK values that it cannot fingerprint for its cache; name those by their type."""
     try:
         identity: Any = load("quack.gemm_runtime.identity")
