@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fusestep.distributed.amax import LAG, Roster, agreed_table
 from fusestep.errors import UserError
-from fusestep.fp8 import DelayedScaling, Float8CurrentScaling, fp8_autocast
+from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_autocast
+from fusestep.fp8.casting import stateless_casts
+from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.statistics import states_of
 from fusestep.nn import LayerNormMLP, Linear
 from harness import run_ranks
@@ -66,6 +68,28 @@ def test_places_stay_while_their_module_is_on_some_rank() -> None:
 def test_ranks_with_different_modules_are_told_so(rosters: list[Roster], words: str) -> None:
     with pytest.raises(UserError, match=words):
         agreed_table(rosters)
+
+
+# Parts of a tensor that ranks share
+
+
+@pytest.mark.parametrize("cut", [128, 100])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"])
+def test_a_part_is_cast_by_itself_as_finely_as_its_own_amax_allows(recipe: Recipe, cut: int) -> None:
+    whole = torch.randn(64, 300) * torch.logspace(-3, 1, 300)
+    cast = stateless_casts(recipe)
+    together = cast.input(whole, 0, columnwise=True)
+    for part, rows in ((whole[:, :cut], slice(0, cut)), (whole[:, cut:], slice(cut, None))):
+        alone = cast.input(part.contiguous(), 0, columnwise=True)
+        exact = part.double()
+        own, shared = alone.dequantize().double(), together.dequantize().double()[:, rows]
+        # Three bits of mantissa, and steps of 2^-9 at a scale that is up to a power of two below 448 / amax.
+        allowed = exact.abs().div(2**4).clamp(min=float(exact.abs().max()) / 448 * 2 / 2**10) * (1 + 1e-6)
+        assert bool(((own - exact).abs() <= allowed).all())
+        if cut == 128 and rows.start == 0:
+            assert bool(((shared - exact).abs() > allowed).any()) == (recipe == Float8CurrentScaling())
+        if recipe != Float8CurrentScaling() and cut == 128:  # blocks of the whole begin at the border too
+            assert torch.equal(own, shared)
 
 
 # On ranks
@@ -242,7 +266,7 @@ def check_drop_in(rank: int) -> dict[str, Any]:
     fusestep.install_shims()
     try:
         import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import DelayedScaling as Recipe
+        from transformer_engine.common.recipe import DelayedScaling as Delayed
 
         pair = torch.distributed.new_group([0, 1])
         scales = []
@@ -250,7 +274,7 @@ def check_drop_in(rank: int) -> dict[str, Any]:
             torch.manual_seed(5)
             model = te.Linear(16, 16, device="cpu")
             for step in range(2):
-                with te.fp8_autocast(fp8_recipe=Recipe(amax_history_len=4, reduce_amax=reduces), fp8_group=group):
+                with te.fp8_autocast(fp8_recipe=Delayed(amax_history_len=4, reduce_amax=reduces), fp8_group=group):
                     model(
                         torch.randn(4, 16, generator=torch.Generator().manual_seed(step + 10 * rank))
                     ).sum().backward()

@@ -355,7 +355,7 @@ ORDINARY = [
 def assert_losses(ranks: int, ways: list[tuple[str, str, str]]) -> None:
     alone = {("alone", "init" if how == "init" else "plain", name) for _, how, name in ways}
     single = run_ranks(check_losses, 1, sorted(alone))[0]
-    several = run_ranks(check_losses, ranks, ways, timeout=120)
+    several = run_ranks(check_losses, ranks, ways, timeout=600)
     for engine, how, name in ways:
         wanted = single[f"alone {'init' if how == 'init' else 'plain'} {name}"]
         for one in several:

@@ -98,7 +98,9 @@ def reduce_amaxes(weights: list[Scaled]) -> None:
     found = [amaxes_of(one.values, one.form, one.share) for one in weights]  # type: ignore[arg-type]
     sizes = [one.numel() for one in found]
     flat = torch.cat([one.flatten() for one in found]).nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, weights[0].group)
+    group = weights[0].group
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
     for one, local, reduced in zip(weights, found, flat.split(sizes), strict=True):
         one.amaxes = reduced.view(local.shape)
         assert one.values is not None
