@@ -63,7 +63,7 @@ class FusedCausalLM(Kind):
         place = self.fused_labels
         labels = args[place] if place is not None and place < len(args) else kwargs.get("labels")
         is_replica = getattr(self, "_is_replica", False)  # nn.DataParallel gathers tensors, and nothing else
-        is_training = self.training and torch.is_grad_enabled() and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        is_training = self.training and torch.is_grad_enabled() and not torch._C._is_tracing()
         return labels is not None and is_training and not is_replica
 
     def implementation(self) -> Choice:

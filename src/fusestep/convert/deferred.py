@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 from fusestep.errors import UserError
 from fusestep.nn.functional import linear_cross_entropy
 
+#: Named so, since the class below has a method `float`.
+_Real = float
+
 
 class _Step(NamedTuple):
     """What is done to every logit: / value, · value, tanh, or a cast to fp32."""
@@ -221,7 +224,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: _Real = 0.0,
     ) -> Tensor:
         """torch.nn.functional.cross_entropy of these logits, with its arguments."""
         form = form_of(self._steps)

@@ -36,9 +36,9 @@ def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
 ) -> Tensor:
     """Rotate t, (sequence, batch, heads, d), by cosines and sines, (sequence, 1, 1, r) each."""
-    tables = [one.reshape(1, -1, one.shape[-1]) for one in (cos_, sin_)]
+    cos, sin = (one.reshape(1, -1, one.shape[-1]) for one in (cos_, sin_))
     _told("fused_apply_rotary_pos_emb_cached", t, by_tables=True)
-    y = functional.apply_rotary_tables(t.permute(1, 2, 0, 3), *tables, dtype=t.dtype)
+    y = functional.apply_rotary_tables(t.permute(1, 2, 0, 3), cos, sin, t.dtype)
     return _laid_out(y.permute(2, 0, 1, 3), transpose_output_memory)
 
 
@@ -74,8 +74,8 @@ def fused_apply_rotary_pos_emb_2d(
     columns = [table[:, :img_w, 0].repeat(1, img_h, 1) for table in (cos_w, sin_w)]
     by_row, by_column = t.transpose(1, 2).chunk(2, -1)
     turned = (
-        functional.apply_rotary_tables(part, *tables, dtype=t.dtype)
-        for part, tables in ((by_row, rows), (by_column, columns))
+        functional.apply_rotary_tables(part, cos, sin, t.dtype)
+        for part, (cos, sin) in ((by_row, rows), (by_column, columns))
     )
     return torch.cat([part.transpose(1, 2) for part in turned], -1)
 
