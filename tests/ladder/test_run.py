@@ -14,11 +14,13 @@ import torch
 from fusestep.errors import UserError
 from fusestep.fp8 import support
 from fusestep.ladder import Ladder, LadderConfig, ladder, processes
-from fusestep.ladder.plan import plan
+from fusestep.ladder.plan import BATCH, plan
 from fusestep.ladder.processes import Workers
 from fusestep.ladder.run import orders_of_rounds
 from fusestep.ladder.rungs import RUNGS, Rung, recipe_of
+from fusestep.ladder.subject import BuiltIn
 from fusestep.ladder.words import remarks_of
+from fusestep.models import GPTConfig
 
 SMALL = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=12, batch=2, device="cpu", natives="none")
 
@@ -215,6 +217,36 @@ def test_a_preset_keeps_its_vocabulary_unless_the_data_needs_more(tmp_path: Path
     assert plan(SMALL).gate_model.vocab_size == 256
     assert plan(replace(SMALL, data=f"text:{text}")).model.vocab_size == 256
     assert plan(replace(SMALL, preset="gpt2")).model.vocab_size == 50304
+
+
+def test_a_large_vocabulary_is_timed_on_random_ids_of_all_of_it_and_a_small_one_on_sequences() -> None:
+    assert plan(SMALL).data == "synthetic"
+    for preset, parameters in (("gpt2-untied", 163_109_376), ("long", 1_418_842_112)):
+        planned = plan(replace(SMALL, preset=preset, batch=None))
+        assert planned.data == "random"
+        assert planned.parameters == parameters
+        assert planned.batch == BATCH[preset]
+        assert planned.model is not None
+        assert planned.model.vocab_size == 50304
+        assert not planned.model.tied_head
+    config = GPTConfig(vocab_size=64, padded_from=50, context=700)
+    stream = BuiltIn(config, "random", 3, seed=1).batches(torch.device("cpu"))
+    (tokens, targets), (later, _) = next(stream), next(stream)
+    assert tokens.shape == targets.shape == (3, 700)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert set(tokens.unique().tolist()) == set(range(50))
+    assert not torch.equal(tokens, later)
+    assert torch.equal(
+        next(BuiltIn(config, "random", 3, seed=1).batches(torch.device("cpu"), reverse=True))[0][0], tokens[2]
+    )
+
+
+def test_a_request_that_takes_too_long_is_ended_with_a_sentence_and_the_next_is_answered() -> None:
+    request = plan(SMALL).request(recipe_of("adam"))
+    sleeping = [sys.executable, "-c", "import time; input(); time.sleep(60)"]
+    with Workers(sleeping) as workers:
+        for _ in range(2):
+            assert workers.run(request, limit_s=0.5).failed == "it took longer than 0.5 s."
 
 
 def test_a_failed_baseline_leaves_the_others_measured_and_without_gains() -> None:

@@ -61,6 +61,21 @@ def test_what_is_no_rung_is_one_sentence_that_lists_them(text: str) -> None:
         select(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "base", "expected"),
+    [
+        ("4-8", "amp", NAMES[3:]),
+        ("fp8", "blocks", ["blocks", "fp8"]),
+        ("1-8", "loss", NAMES[5:]),  # what is before the base is left out
+    ],
+)
+def test_another_base_is_the_rung_that_all_are_compared_with(text: str, base: str, expected: list[str]) -> None:
+    assert list(select(text, base=base)) == expected
+    assert list(default_names(torch.device("cpu"), base="amp")) == ["amp", "blocks", "loss"]
+    with pytest.raises(UserError, match="--base is 'best', which is no rung; the rungs are 1 adam, 2 fused-adam"):
+        select(text, base="best")
+
+
 def test_by_default_fp8_and_graphs_run_where_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr("fusestep.ladder.rungs.support", lambda device: (False, "no FP8 tensor cores"))

@@ -74,7 +74,7 @@ class Workers:
             timer.cancel()
         reply = Reply(**json.loads(line)) if line else self._failed(process)
         if is_late.is_set() and not line:
-            reply = replace(reply, failed=f"it took longer than {limit_s:.0f} s.")
+            reply = replace(reply, failed=f"it took longer than {limit_s:g} s.")
         if not (line and FORKS) or is_late.is_set():
             self._stop()
         return reply

@@ -108,7 +108,8 @@ class TorchStep:
         # The gradients of before lie outside of the graph's memory, and would stay there beside it for nothing.
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        # thread_local: what torch.compile's own threads do meanwhile is no part of this.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             self._result = self._eager(tree_unflatten(statics, shape))
         self._graph = graph
         seconds = time.perf_counter() - start
