@@ -154,3 +154,13 @@ def test_the_chart_is_of_the_newest_results() -> None:
         assert not chart.exists()
     else:
         assert f"drawn from {grown['file']}" in chart.read_text(), "run make figures"
+
+
+def test_a_ladder_shows_what_stands_beside_its_rungs() -> None:
+    ladder = next(result for result in RESULTS if "rungs" in result)
+    beside = [
+        {"name": "native-amp", "step_ms": 4.25, "peak_bytes": 3 * 2**20},
+        {"name": "te-fp8", "step_ms": None, "peak_bytes": None},
+    ]
+    text = figures.ladder({**ladder, "contenders": beside})
+    assert text == f"{figures.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 3 MiB |  |  |"

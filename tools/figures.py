@@ -130,7 +130,7 @@ def learning(result: dict[str, Any]) -> str:
 
 
 def ladder(result: dict[str, Any]) -> str:
-    """A row for each rung, its gain with the confidence interval."""
+    """A row for each rung, its gain with the confidence interval, and for what was measured beside them."""
     plan = result["plan"]
     first = result["rungs"][0]["name"]
     rows = []
@@ -150,6 +150,11 @@ def ladder(result: dict[str, Any]) -> str:
                 deviation,
             ]
         )
+    # Beside the rungs, and none of them: native PyTorch and other libraries.
+    for other in result.get("contenders", ()):
+        if other["step_ms"] is not None:
+            memory = f"{other['peak_bytes'] / 2**20:,.0f} MiB"
+            rows.append([f"beside: {other['name']}", f"{other['step_ms']:.2f} ms", memory, "", ""])
     model = plan["model"]
     heading = (
         f"`fusestep ladder --preset {plan['preset']}`: {plan['parameters'] / 1e6:.0f} M parameters, "
