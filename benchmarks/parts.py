@@ -99,7 +99,7 @@ def measure(part: Part, file: Path, seconds: float) -> dict[str, Any]:
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "part": part.name,
-        "environment": environment.describe(timing.DEVICE),
+        "environment": environment.describe(timing.DEVICE) | {"command": f"python -m benchmarks {part.name}"},
         "copy_bytes_per_second": timing.copy_rate(),
         "peers": peers.versions(),
         "unfinished": True,
