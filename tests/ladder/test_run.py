@@ -18,9 +18,9 @@ from fusestep.ladder.plan import BATCH, plan
 from fusestep.ladder.processes import Workers
 from fusestep.ladder.run import orders_of_rounds
 from fusestep.ladder.rungs import RUNGS, Rung, recipe_of
-from fusestep.ladder.subject import BuiltIn
+from fusestep.ladder.subject import BuiltIn, _draw
 from fusestep.ladder.words import remarks_of
-from fusestep.models import GPTConfig
+from fusestep.models import GPT, GPTConfig
 
 SMALL = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=12, batch=2, device="cpu", natives="none")
 
@@ -239,6 +239,21 @@ def test_a_large_vocabulary_is_timed_on_random_ids_of_all_of_it_and_a_small_one_
     assert torch.equal(
         next(BuiltIn(config, "random", 3, seed=1).batches(torch.device("cpu"), reverse=True))[0][0], tokens[2]
     )
+
+
+def test_weights_that_are_drawn_on_the_device_are_the_same_in_every_form() -> None:
+    config = GPTConfig(vocab_size=37, width=24, heads=3, layers=2, ffn_width=40, context=8)
+    states = []
+    for form in ("seed", "plain", "fused"):
+        torch.manual_seed(11)
+        model = GPT(replace(config, form=form), device="meta").to_empty(device="cpu")  # type: ignore[arg-type]
+        _draw(model)
+        states.append(model.state_dict())
+    torch.manual_seed(11)
+    expected = GPT(config).state_dict()
+    for state in states:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def test_a_request_that_takes_too_long_is_ended_with_a_sentence_and_the_next_is_answered() -> None:

@@ -15,6 +15,7 @@ from fusestep.data import open_source
 from fusestep.data.source import random_below
 from fusestep.ladder.rungs import Recipe
 from fusestep.models import GPT, GPTConfig
+from fusestep.models.gpt import INITIAL_STD
 
 #: Data of uniformly random token ids: what a table of embeddings meets that is larger than the data's vocabulary.
 RANDOM = "random"
@@ -52,7 +53,12 @@ class BuiltIn:
         self.config, self._data, self._batch, self._seed = config, data, batch, seed
 
     def model(self, recipe: Recipe, device: torch.device) -> nn.Module:
-        return GPT(replace(self.config, form=recipe.form, norm=recipe.norm), device=device)
+        config = replace(self.config, form=recipe.form, norm=recipe.norm)
+        if device.type == "cpu":
+            return GPT(config, device=device)
+        model = GPT(config, device="meta").to_empty(device=device)
+        _draw(model)
+        return model
 
     def loss(self, recipe: Recipe) -> Loss:
         return GPT.loss if recipe.loss == "fused" else loss_of_logits
@@ -74,6 +80,19 @@ class BuiltIn:
         size = count * (context + 1)
         sequence = random_below(self.config.symbols, self._seed, 0, step * size, size).view(count, context + 1)
         return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+
+
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    """The initial values of `GPT.reset_parameters`, drawn on the device in the same order.
+
+    The host would take seconds for each hundred million, in every process of a ladder.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, INITIAL_STD)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def loss_of_logits(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

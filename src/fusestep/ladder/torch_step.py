@@ -103,14 +103,14 @@ class TorchStep:
         """Raises: what the capture raises; a contender is then measured without, in another process."""
         start = time.perf_counter()
         leaves, shape = tree_flatten(batch)
-        statics = [one.clone() if isinstance(one, Tensor) else one for one in leaves]
-        self._inputs = [one for one in statics if isinstance(one, Tensor)]
+        inputs = [one.clone() if isinstance(one, Tensor) else one for one in leaves]
+        self._inputs = [one for one in inputs if isinstance(one, Tensor)]
         # The gradients of before lie outside of the graph's memory, and would stay there beside it for nothing.
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what torch.compile's own threads do meanwhile is no part of this.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._result = self._eager(tree_unflatten(statics, shape))
+            self._result = self._eager(tree_unflatten(inputs, shape))
         self._graph = graph
         seconds = time.perf_counter() - start
         self._parts.append(Part("whole-step graph", "graph", f"torch.cuda.graph, captured in {seconds:.2f} s"))
