@@ -171,6 +171,19 @@ def test_a_prepared_launch_compiles_once_for_each_alignment(kernel: FakeKernel) 
     ]
 
 
+def test_a_prepared_launch_goes_to_addresses_once_it_is_compiled_for_aligned_ones(kernel: FakeKernel) -> None:
+    prepared = PreparedLaunch(kernel, (4,), CPU, (32,), BLOCK=16)
+    x, y = torch.ones(8), torch.ones(8)
+    assert not prepared.at((x.data_ptr(),))
+    prepared(torch.ones(9)[1:])
+    assert not prepared.at((x.data_ptr(),))
+    assert kernel.calls == []
+    prepared(x)
+    assert prepared.at((y.data_ptr(),))
+    assert kernel.compiled == 2
+    assert kernel.calls == [(2, (4, 1, 1), (y.data_ptr(), 32, 16, 1))]
+
+
 def test_a_prepared_launch_refuses_to_be_compiled_for_other_dtypes(kernel: FakeKernel) -> None:
     prepared = PreparedLaunch(kernel, (4,), CPU, (32,), BLOCK=16)
     prepared(torch.ones(8))
