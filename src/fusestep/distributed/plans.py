@@ -358,13 +358,9 @@ class LocalParts:
 def _part_property(name: str) -> property:
     def part(self: Any) -> Any:
         parameter = self._parameters[name]
-        if not is_dtensor(parameter):
+        # Between forwards fully_shard has it sharded over a second dimension, and asks for the parameter itself.
+        if not is_dtensor(parameter) or parameter.device_mesh.ndim > 1:
             return parameter
-        if parameter.device_mesh.ndim > 1:
-            raise UserError(
-                f"{type(self).__name__}: its {name} is sharded by fully_shard here; call the forward of what was given "
-                "to fully_shard, or name the method with register_fsdp_forward_method."
-            )
         local: Tensor = parameter.to_local()
         trade = self._trades.get(name)
         if trade is not None:

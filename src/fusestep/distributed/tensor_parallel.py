@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusestep.distributed.collectives import added, copied, gathered, scattered, with_added_gradients
-from fusestep.distributed.groups import mark_shard
+from fusestep.distributed.groups import is_dtensor, mark_shard
 from fusestep.errors import UserError
 
 Mode = Literal["column", "row"]
@@ -165,6 +165,11 @@ class TensorParallel:
         Args:
             ids: (…), the same on all ranks. weight: (rows / ranks, features), this rank's.
         """
+        if is_dtensor(weight):
+            raise UserError(
+                f"{self.who}: its parameters are sharded by fully_shard here; call the forward of what was given to "
+                "fully_shard, or name the method with register_fsdp_forward_method."
+            )
         rows = weight.shape[0]
         mine = ids - (self.rank or 0) * rows
         is_here = (mine >= 0) & (mine < rows)
