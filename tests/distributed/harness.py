@@ -15,6 +15,7 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -35,9 +36,12 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "numpy.random",
+    "pytest",
     "fusestep.nn",
     "fusestep.optim",
-    "fusestep.models",
+    "fusestep.train",
 ]
 
 #: How long the other ranks may still speak after one has failed, in seconds.
@@ -89,6 +93,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + timeout
+    pickled = pickle.dumps(arguments)  # multiprocessing's own way would share the memory of tensors
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(ranks):
@@ -96,7 +101,7 @@ def run_ranks(
             job = _Job(
                 Path(sys.modules[function.__module__].__file__ or ""),
                 function.__qualname__,
-                arguments,
+                pickled,
                 rank,
                 ranks,
                 str(Path(folder, "rendezvous")),
@@ -151,7 +156,7 @@ class _Job:
 
     file: Path
     name: str
-    arguments: tuple[Any, ...]
+    arguments: bytes
     rank: int
     ranks: int
     rendezvous: str
@@ -167,7 +172,7 @@ def _run(job: _Job, sender: Connection) -> None:
     kind, content = "result", None
     try:
         _prepare(job)
-        content = _resolve(job)(job.rank, *job.arguments)
+        content = _resolve(job)(job.rank, *pickle.loads(job.arguments))
     except BaseException:
         kind, content = "failure", traceback.format_exc()
     stream = io.BytesIO()

@@ -87,8 +87,8 @@ def test_every_optimizer_in_every_layout_trains_as_one_process_does() -> None:
 
 @pytest.mark.interpreter
 def test_kernels_step_the_parts_that_are_here() -> None:
-    cases = [("fsdp", name) for name in ("adam-clip", "lamb", "novograd", "novograd-max")]
-    compare_with_one_process(2, [*cases, ("tp", "lamb")], steps=3, timeout=250)
+    cases = [("fsdp", "adam-clip"), ("tp", "lamb"), ("fsdp", "novograd-max")]
+    compare_with_one_process(2, cases, steps=2, timeout=250)
 
 
 def test_one_process_trains_as_torch_does() -> None:

@@ -35,6 +35,10 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class UnreadableFileError(Exception):
+    """A file is no safetensors, or lacks what the index says; its one argument is the file's name."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A part of a tensor: `offsets` in the whole, its `shape`, its file's name and its key in that."""
@@ -78,9 +82,13 @@ class Shards:
 
     @classmethod
     def of_file(cls, path: Path) -> Shards:
-        """The tensors of a file that holds whole ones. Raises: SafetensorError if it is none."""
+        """The tensors of a file that holds whole ones. Raises: UnreadableFileError if it is none."""
         entries = {}
-        with safetensors.safe_open(path, "pt") as file:
+        try:
+            opened = safetensors.safe_open(path, "pt")
+        except safetensors.SafetensorError as error:
+            raise UnreadableFileError(path.name) from error
+        with opened as file:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                 header = file.get_slice(name)
                 shape = tuple(header.get_shape())
@@ -126,6 +134,7 @@ class Shards:
 
         Args:
             names: names in the index, and what they are called in the result.
+        Raises: UnreadableFileError.
         """
         found = {}
         with Files(self.folder, str(device)) as files:
@@ -155,12 +164,15 @@ class Files:
         self._stack.close()
 
     def read(self, chunk: Chunk, where: tuple[slice, ...] = ()) -> Tensor:
-        """A chunk, or the part of it that slices name."""
-        file = self._open.get(chunk.file)
-        if file is None:
-            opened = safetensors.safe_open(self._folder / chunk.file, "pt", device=self._device)
-            file = self._open[chunk.file] = self._stack.enter_context(opened)
-        read: Tensor = file.get_slice(chunk.key)[where] if where else file.get_tensor(chunk.key)
+        """A chunk, or the part of it that slices name. Raises: UnreadableFileError."""
+        try:
+            file = self._open.get(chunk.file)
+            if file is None:
+                opened = safetensors.safe_open(self._folder / chunk.file, "pt", device=self._device)
+                file = self._open[chunk.file] = self._stack.enter_context(opened)
+            read: Tensor = file.get_slice(chunk.key)[where] if where else file.get_tensor(chunk.key)
+        except safetensors.SafetensorError as error:
+            raise UnreadableFileError(chunk.file) from error
         return read
 
 

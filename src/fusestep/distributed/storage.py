@@ -204,10 +204,17 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Shards, d
 
 
 def read_into(shards: Shards, targets: Mapping[str, Tensor]) -> None:
-    """Copy what an index names into tensors, DTensors and plain ones; each process reads what it holds, by itself."""
+    """Copy what an index names into tensors, DTensors and plain ones; each process reads what it holds, by itself.
+
+    Raises: UnreadableFileError.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _alone_on_purpose():
-        load(dict(targets), storage_reader=ShardReader(shards), planner=planner, no_dist=True)
+    try:
+        with _alone_on_purpose():
+            load(dict(targets), storage_reader=ShardReader(shards), planner=planner, no_dist=True)
+    except CheckpointException as failure:
+        ((error, _),) = failure.failures.values()
+        raise error from failure
 
 
 @contextlib.contextmanager

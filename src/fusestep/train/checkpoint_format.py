@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusestep.distributed import checkpoint as parts_of
-from fusestep.distributed.shards import Shards
+from fusestep.distributed.shards import Shards, UnreadableFileError
 from fusestep.errors import UserError
 from fusestep.fp8.state import KEYS
 
@@ -57,9 +58,10 @@ class Checkpoint:
 
     def weights(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The model's state dict, of whole tensors. Raises: DamagedCheckpointError."""
-        try:
-            if self.shards is not None:
+        if self.shards is not None:
+            with self.reading():
                 return self.shards.whole(self.names(self.shards), device)
+        try:
             return safetensors.torch.load_file(self.path / WEIGHTS, device=str(device))
         except safetensors.SafetensorError as error:
             raise foreign(self.path, WEIGHTS) from error
@@ -72,9 +74,10 @@ class Checkpoint:
         shards = self.tensors()
         names = {name: plain for name, plain in self.names(shards).items() if is_fp8_state(plain)}
         found: dict[str, dict[str, Tensor]] = {}
-        for plain, value in shards.whole(names).items():
-            module, _, key = plain.rpartition(".")
-            found.setdefault(module, {})[key] = value
+        with self.reading():
+            for plain, value in shards.whole(names).items():
+                module, _, key = plain.rpartition(".")
+                found.setdefault(module, {})[key] = value
         return found
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +86,9 @@ class Checkpoint:
         if self.shards is None:
             return state
         names = parts_of.stand_ins(state)
-        whole: dict[str, Any] = parts_of.put_together(state, self.shards.whole({name: name for name in names}))
+        with self.reading():
+            tensors = self.shards.whole({name: name for name in names})
+        whole: dict[str, Any] = parts_of.put_together(state, tensors)
         return whole
 
     def small_state(self) -> dict[str, Any]:
@@ -105,10 +110,16 @@ class Checkpoint:
         """Where each tensor is, the weights' at least. Raises: DamagedCheckpointError."""
         if self.shards is not None:
             return self.shards
-        try:
+        with self.reading():
             return Shards.of_file(self.path / WEIGHTS)
-        except (safetensors.SafetensorError, LookupError) as error:
-            raise foreign(self.path, WEIGHTS) from error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Name a file of tensors that is what the manifest says, and yet none that this program wrote."""
+        try:
+            yield
+        except UnreadableFileError as error:
+            raise foreign(self.path, error.args[0]) from error
 
 
 def without_fp8_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -112,7 +112,9 @@ def _laid_out_state(found: Checkpoint, parameters: Sequence[Tensor]) -> dict[str
     for name in parts_of.stand_ins(state):
         number = _PARAMETER.match(name)
         like[name] = parameters[int(number[1])] if number and int(number[1]) < len(parameters) else None
-    laid_out: dict[str, Any] = parts_of.put_together(state, parts_of.read_like(found.shards, like))
+    with found.reading():
+        tensors = parts_of.read_like(found.shards, like)
+    laid_out: dict[str, Any] = parts_of.put_together(state, tensors)
     return laid_out
 
 
