@@ -27,10 +27,8 @@ load = functools.cache(load_anew)
 
 
 def versions() -> dict[str, str]:
-    """The version of each library, or "not installed"."""
-    return {
-        name: NOT_INSTALLED if place_of(name) is None else version_of(name) or "unknown version" for name in LIBRARIES
-    }
+    """The version of each library, or "not installed", as for one that lacks what it needs."""
+    return {name: (version_of(name) or "unknown version") if has(name) else NOT_INSTALLED for name in LIBRARIES}
 
 
 def has(name: str) -> bool:

@@ -202,9 +202,15 @@ def test_rows_stop_when_the_time_is_over_and_what_there_is_is_kept(
     assert json.loads((tmp_path / "made.json").read_text()) == made
 
 
-def test_libraries_that_are_absent_are_told() -> None:
-    for name, version in peers.versions().items():
-        assert (version == peers.NOT_INSTALLED) == (not peers.has(name)) or name == "quack"
+def test_libraries_that_are_absent_or_lack_what_they_need_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("liger_kernel", "quack"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    # QuACK is of no use without CUTLASS's package.
+    assert peers.versions() == {"liger": "unknown version", "quack": "not installed", "torchao": "not installed"}
 
 
 @pytest.mark.parametrize(("share", "unfinished", "status"), [(0.9, False, 0), (0.5, False, 1), (0.9, True, 1)])
