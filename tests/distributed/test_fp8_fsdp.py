@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fusestep import fp8
 from fusestep.errors import UserError
@@ -20,7 +21,7 @@ from fusestep.fp8.copies import CopyFormat, WeightCopies
 from fusestep.fp8.gathered import GatheredWeight
 from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.tensor import Float8Tensor
-from fusestep.nn import LayerNormLinear, LayerNormMLP, Linear
+from fusestep.nn import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
 from fusestep.optim import FusedAdam
 from harness import run_ranks
 
@@ -222,8 +223,10 @@ def check_training(rank: int) -> dict[str, Any]:
     more = losses_of(rank, model, recipe, 2, False)
     whole = model.first.weight.full_tensor()
     model.first.unshard()
-    same = [torch.equal(a, b) for a, b in zip(gathered(model.first), whole_cast(whole, recipe), strict=True)]
+    held = gathered(model.first)
+    same = [torch.equal(a, b) for a, b in zip(held, whole_cast(whole, recipe), strict=True)]
     model.first.reshard()
+    kept = [one.untyped_storage().size() for one in held[:2]]
     kinds = {type(parameter.to_local()) for parameter in model.parameters()}
     bf16 = sharded(built("init", recipe).bfloat16())
     optimizer = FusedAdam(bf16.parameters(), lr=1e-3, master_weights=True)
@@ -234,6 +237,7 @@ def check_training(rank: int) -> dict[str, Any]:
     return {
         "finite": all(map(math.isfinite, [*first, *more])) and bool(y.isfinite().all()),
         "same": same,
+        "kept": kept,
         "kinds": [kind.__name__ for kind in kinds],
         "master": (str(state.dtype), tuple(state.shape)),
     }
@@ -325,6 +329,7 @@ def test_training_goes_on_as_the_optimizer_writes(two: list[dict[str, Any]]) -> 
     for one in two:
         assert one["training"]["finite"]
         assert all(one["training"]["same"])
+        assert one["training"]["kept"] == [0, 0]  # FSDP2 has freed bytes and transpose
         assert set(one["training"]["kinds"]) == {"GatheredWeight", "Tensor"}
         assert one["training"]["master"] == ("torch.float32", (33, 48))
 
@@ -382,6 +387,60 @@ def test_a_state_of_two_ranks_goes_to_four_and_back() -> None:
     assert third["losses"] == pytest.approx(second["more"], rel=1e-3)
 
 
+def check_meshes(rank: int) -> dict[str, Any]:
+    """Transformer layers over all ranks, with recomputation, replicated shards, and with tensor parallelism beside."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (4,))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    quarter, half = slice(2 * rank, 2 * rank + 2), slice(4 * (rank // 2), 4 * (rank // 2) + 4)
+    ways: list[tuple[str, Any, Any, slice, bool]] = [
+        ("alone", None, None, slice(None), False),
+        ("flat", mesh, None, quarter, False),
+        ("recomputed", mesh, None, quarter, True),
+        ("replicas", replicas, None, quarter, False),
+        ("tensor", grid["data"], grid["tensor"].get_group(), half, False),
+    ]
+    found = {}
+    for name, over, tp_group, rows, recomputes in ways:
+        torch.manual_seed(1)
+        options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tp_group": tp_group}
+        model = nn.Sequential(*[TransformerLayer(64, 128, 4, **options) for _ in range(2)])
+        if over is not None:
+            fp8.gather_in_fp8(model, RECIPES["delayed"])
+            for layer in model:
+                fully_shard(layer, mesh=over)
+            fully_shard(model, mesh=over)
+        optimizer = FusedAdam(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        losses = []
+        for step in range(4):
+            x = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(step))[rows]
+            with fp8.fp8_autocast(recipe=RECIPES["delayed"]):
+                y = x
+                for layer in model:
+                    y = checkpoint(layer, y, use_reentrant=False) if recomputes else layer(y)
+                loss = (y - x.flip(-1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            torch.distributed.all_reduce(total)
+            losses.append(total.item() / 4)
+        found[name] = losses
+    return found
+
+
+@pytest.mark.endurance
+def test_meshes_of_four_ranks() -> None:
+    for found in run_ranks(check_meshes, 4, timeout=300):
+        assert found["recomputed"] == found["flat"]
+        assert found["replicas"] == pytest.approx(found["flat"], rel=1e-6)
+        for name in ("flat", "tensor"):
+            assert found[name] == pytest.approx(found["alone"], rel=1e-3), name
+
+
 @pytest.mark.endurance
 def test_gathered_bytes_on_four_ranks() -> None:
     assert [one["wrong"] for one in run_ranks(check_bytes, 4)] == [[]] * 4
@@ -430,6 +489,20 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
     with pytest.raises(UserError, match=r"1\.weight is a Odd; call it before fully_shard"):
         fp8.gather_in_fp8(other)
     assert type(other[0].weight) is nn.Parameter
+
+
+def test_what_others_have_marked_a_weight_with_stays() -> None:
+    for recipe in (None, fp8.Float8CurrentScaling()):
+        model = Linear(5, 3)
+        model.weight.partition_dim = 1
+        with fp8.fp8_model_init(enabled=recipe is not None, recipe=recipe):
+            model.reset_parameters()
+        assert isinstance(model.weight, Float8Tensor) == (recipe is not None)
+        assert model.weight.partition_dim == 1
+        fp8.gather_in_fp8(model)
+        assert isinstance(model.weight, GatheredWeight)
+        assert model.weight.partition_dim == 1
+        assert not hasattr(model.weight, "form")
 
 
 def test_preserved_values_are_what_shards_start_from() -> None:
