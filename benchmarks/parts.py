@@ -111,6 +111,7 @@ def measure(part: Part, file: Path, seconds: float) -> dict[str, Any]:
         file.parent.mkdir(parents=True, exist_ok=True)
         durable.write_together({file: json.dumps(document, indent=1) + "\n"})
 
+    timing.free()
     keep()
     rows = iter(part.rows(document["copy_bytes_per_second"]))
     while time.monotonic() - began < seconds:

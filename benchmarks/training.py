@@ -42,6 +42,8 @@ from fusestep.optim import FusedAdam
 BATCHES, PREPARED = 4, 6
 #: Seconds that a process may take to get ready, and to be timed.
 PATIENCE = 300.0
+#: Seconds until a process that said its last is ended.
+ENDING = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +214,7 @@ def measured(works: Sequence[Work], together: int) -> Iterator[tuple[Work, dict[
                 if "failed" not in reply:
                     connection.send("go")
                     reply = _reply(connection)
-                process.join(PATIENCE)
+                process.join(ENDING)
                 yield work, reply
         finally:
             for _, process, connection in running:
