@@ -130,11 +130,11 @@ def test_weights_that_the_optimizer_cast_are_multiplied_as_they_are(
     recipe: fp8.Recipe, planned: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Linear(16, 32, dtype=torch.bfloat16)
-    x = torch.randn(16, 16, dtype=torch.bfloat16)
+    x = torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
 
     def forward() -> Tensor:
         with fp8.fp8_autocast(recipe=recipe):
-            return layer(x)
+            return layer(x).detach()
 
     def run() -> list[Tensor]:
         """Of a layer that holds copies of twice its weight, until the weight is written."""
