@@ -277,6 +277,10 @@ def test_logits_of_a_weight_that_was_written_since_are_refused() -> None:
     assert early.logits.tensor() is kept
     with pytest.raises(UserError, match=r"the head's weight or its input was written .* fused_loss=False"):
         late.logits.argmax(-1)
+    sharded = model(**given).logits
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach()[:9])  # as fully_shard does after backward
+    with pytest.raises(UserError, match=r"sharded again; use them before backward"):
+        sharded.argmax(-1)
 
 
 def test_ten_steps_train_alike_and_undo_is_exact() -> None:

@@ -68,7 +68,7 @@ class _Product:
     """
 
     def __init__(self, hidden: Tensor, head: nn.Linear) -> None:
-        self.head, self.losses = head, 0
+        self.head, self.losses, self._weight = head, 0, head.weight
         self._kind = hidden.device.type
         self._casts = torch.is_autocast_enabled(self._kind)
         self._cast_dtype = torch.get_autocast_dtype(self._kind)
@@ -81,10 +81,13 @@ class _Product:
 
     def check(self) -> None:
         """Raise UserError where what is multiplied is not what it was in the forward."""
-        if any(one._version != version for one, version in self._read):
+        # Sharded models put shards in the place of their weights after backward.
+        is_same = self.head.weight is self._weight
+        if not is_same or any(one._version != version for one, version in self._read):
             raise UserError(
                 "the logits of this forward cannot be computed any more, since the head's weight or its input was "
-                "written (by optimizer.step?); use them before that, or convert with fused_loss=False."
+                "written (by optimizer.step?) or sharded again; use them before backward, or convert with "
+                "fused_loss=False."
             )
 
 
