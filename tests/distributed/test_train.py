@@ -227,7 +227,8 @@ def check_kinds(folder: Path, ranks: int, kinds: dict[str, tuple[dict[str, Any],
     """Each kind against one process; and one run that goes on from process to FSDP to DDP to one process."""
     train(config(folder / "one", steps=5, **ONE))
     first, *others = launch(run_kinds, folder, kinds, ranks=ranks, timeout=400)
-    assert all(other == first for other in others)
+    for other in others:
+        assert other == first
     for name, (changes, near) in kinds.items():
         train(config(folder / "alone" / name, **{**changes, "parallel": "none"}))
         assert first[name][0] == 20, first[name]

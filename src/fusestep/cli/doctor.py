@@ -18,6 +18,13 @@ def command(
     require: Annotated[
         str, typer.Option(metavar="NAME,…", help="Exit with status 1, and the reason, unless each of these holds.")
     ] = "",
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Under torchrun: prove that all ranks reach each other, and how fast.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="With --distributed: auto, cpu or cuda.")] = "auto",
+    timeout: Annotated[
+        float, typer.Option(help="With --distributed: seconds that no rank may be slow or silent; then one is named.")
+    ] = 60.0,
 ) -> None:
     """Show what this machine can do, and prove it.
 
@@ -26,7 +33,15 @@ def command(
 
     --require knows cuda, triton, bf16, fp8, compiler, headers, cache, and every op by its name: an op is required to
     run its Triton kernel.
+
+    --distributed, under torchrun, tries every collective between all ranks instead, with values that are checked, and
+    shows bandwidth and latency. A rank that is dead or slow is named; the exit status is 1 where a value is wrong.
     """
+    if distributed:
+        if require:
+            raise UserError("--require and --distributed ask for different things; run fusestep doctor twice.")
+        _prove_ranks(device, timeout, as_json)
+        return
     required = [name for name in (part.strip() for part in require.split(",")) if name]
     known = requirement_names()
     for name in required:
@@ -39,4 +54,30 @@ def command(
     for name in unmet:
         typer.echo(f"fusestep doctor: {name} is required: {report.requirements[name].reason}", err=True)
     if unmet or not report.ok:
+        raise typer.Exit(1)
+
+
+def _prove_ranks(device: str, timeout: float, as_json: bool) -> None:
+    """`--distributed`: rank 0 shows the report."""
+    # What needs torch.distributed is not imported for the page of one machine.
+    from fusestep import hardware
+    from fusestep.cli.several import as_one_of_several
+    from fusestep.distributed.launch import join, launched_rank, launched_size
+    from fusestep.distributed.probe import RanksReport, probe
+    from fusestep.train.config import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
+
+    def planned() -> str:
+        if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
+            raise UserError(f"--timeout is {timeout:g}; pass {SHORTEST_TIMEOUT:g} to {LONGEST_TIMEOUT:,.0f} seconds.")
+        return hardware.device_named(device).type
+
+    def proved(device_type: str) -> RanksReport:
+        with join(device_type, timeout) as world:
+            return probe(world)
+
+    is_one_of_several = launched_size() > 1
+    report = as_one_of_several("fusestep doctor", planned, proved) if is_one_of_several else proved(planned())
+    if launched_rank() == 0:
+        typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else str(report))
+    if not report.ok:
         raise typer.Exit(1)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import traceback
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from fusestep.cli.errors import exit_status
-from fusestep.distributed.failures import BROKEN, MENDABLE, PeerError
-from fusestep.distributed.launch import launched_local_rank, launched_rank, launched_size, restarts
-from fusestep.errors import UserError
+from fusestep.cli.several import as_one_of_several
+from fusestep.distributed.launch import launched_rank, launched_size, restarts
 from fusestep.fp8.recipes import AMAX_HISTORY
 from fusestep.models import PRESETS
-from fusestep.train import TrainConfig, TrainResult, train
+from fusestep.train import TrainConfig, train
 from fusestep.train.config import MODEL_FIELDS, has_begun, settings_of
 from fusestep.train.progress import for_terminal
 
@@ -162,46 +155,10 @@ def command(
         resumes = resume or (restarts() > 0 and has_begun(given, file=config))
         return TrainConfig(**settings_of(given, file=config, resume=resumes))
 
-    result = train(configured(), for_terminal()) if launched_size() == 1 else as_one_of_several(configured)
+    if launched_size() == 1:
+        result = train(configured(), for_terminal())
+    else:
+        shown = for_terminal() if launched_rank() == 0 else None
+        result = as_one_of_several("fusestep train", configured, lambda config: train(config, shown))
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)
-
-
-def as_one_of_several(configured: Callable[[], TrainConfig]) -> TrainResult:
-    """Train as one of the ranks that a launcher started. Rank 0 shows what happens.
-
-    Where it fails the process ends at once, as threads of a broken group may never end; the rank that failed says why,
-    and so does one on each machine.
-    """
-    rank = launched_rank()
-    if rank > 0:
-        logging.getLogger("fusestep").setLevel(logging.ERROR)
-    results: list[TrainResult] = []
-    statuses: list[int] = []
-
-    def program() -> None:
-        try:
-            config = configured()
-        except UserError:
-            # All ranks meet the same one.
-            if launched_local_rank() > 0:
-                statuses.append(MENDABLE)
-                return
-            raise
-        try:
-            results.append(train(config, for_terminal() if rank == 0 else None))
-        except PeerError as error:
-            statuses.append(error.status)
-            if error.is_spoken:
-                typer.echo(f"fusestep train: rank {rank} ends, since {error}", err=True)
-
-    try:
-        statuses.append(exit_status(f"fusestep train: rank {rank}", program))
-    except Exception:
-        traceback.print_exc()
-        statuses.append(BROKEN)
-    if not results:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(statuses[0])
-    return results[0]

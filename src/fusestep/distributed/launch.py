@@ -95,6 +95,17 @@ class World:
         self._wait_until(lambda: self.store.check([key]))
         return json.loads(self.store.get(key))
 
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank, on every rank; values that JSON can hold.
+
+        Raises: PeerError when a rank failed meanwhile.
+        """
+        key = self._key("given")
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self._wait_until(lambda: self.store.check(keys))
+        return [json.loads(self.store.get(one)) for one in keys]
+
     def meet(self) -> None:
         """Go on when every rank has come here. Raises: PeerError when a rank failed meanwhile."""
         key = self._key("met")

@@ -138,21 +138,18 @@ def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype | None, fp8_recipe:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    travels_in_fp8 = (
-        fp8_recipe is not None
-        and not isinstance(fp8_recipe, MXFP8BlockScaling)
-        and not any(is_dtensor(parameter) for parameter in model.parameters())
-    )
+    is_shared = any(is_dtensor(parameter) for parameter in model.parameters())
+    travels_in_fp8 = not is_shared and fp8_recipe is not None and not isinstance(fp8_recipe, MXFP8BlockScaling)
     if travels_in_fp8:
         gather_in_fp8(model, fp8_recipe)
-    narrow = None if travels_in_fp8 or compute == torch.float32 else compute
     # Nothing here adds to a block's output in place, which is what the warning is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    narrow = None if travels_in_fp8 or compute == torch.float32 else compute
+    in_block = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
+    outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        policy = MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    rest = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=rest)
+        fully_shard(block, mesh=mesh, mp_policy=in_block)
+    fully_shard(model, mesh=mesh, mp_policy=outside)
     register_fsdp_forward_method(model, "loss")
 
 
