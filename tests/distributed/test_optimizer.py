@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -21,11 +22,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fusestep.distributed.groups import mark_shard
+from fusestep.distributed.groups import mark_shard, shard_group
 from fusestep.errors import UserError
-from fusestep.optim import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, clip_grad_norm_
+from fusestep.optim import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedSGD,
+    accumulate_in_fp32,
+    clip_grad_norm_,
+)
 from harness import run_ranks
-from layouts import Layout, net, whole
+from layouts import Layout, batch, net, whole
 
 STEPS = 20
 
@@ -113,6 +122,8 @@ def agreements(rank: int) -> None:
     skips_where_a_loss_scaler_found_something_on_one_rank(rank)
     clips_by_any_norm(rank)
     counts_marked_parts()
+    follows_a_loss_scaler(rank)
+    sums_micro_batches_in_fp32(rank)
     takes_gradients_in_summands(rank)
     has_nothing_to_step_on_some_ranks(rank)
     says_what_does_not_fit()
@@ -217,6 +228,45 @@ def counts_marked_parts() -> None:
     optimizer.step()
     assert float(optimizer.last_grad_norm) == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(part.detach(), -gradient[rank] * (0.5 / expected), rtol=1e-5, atol=1e-7)
+    copy = pickle.loads(pickle.dumps(part))  # without its group, which no other program has
+    assert torch.equal(copy, part)
+    assert shard_group(copy) is None
+
+
+def follows_a_loss_scaler(rank: int) -> None:
+    """torch's own, whose scale stays the same on all ranks."""
+    layout = Layout("fsdp")
+    optimizer = MAKERS["adam-clip"](layout.model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+    for step, culprit in enumerate((None, 2, None)):
+        x, y = (rows.chunk(4)[rank] for rows in batch(step))
+        scaler.scale((layout.model(x) - y).square().mean()).backward()
+        if rank == culprit:
+            layout.model.second.weight.grad.to_local().fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert (int(optimizer.applied_steps), int(optimizer.skipped_steps)) == (2, 1)
+    assert scaler.get_scale() == 8.0
+
+
+def sums_micro_batches_in_fp32(rank: int) -> None:
+    model, alone = fsdp(net(torch.bfloat16)), net(torch.bfloat16)
+    for one in (model, alone):
+        accumulate_in_fp32(one.parameters())
+    for step in range(3):
+        x, y = batch(step, torch.bfloat16)  # the same on all, so that means over ranks are exact
+        for one in (model, alone):
+            (one(x) - y).square().mean().backward()
+    for own, its in zip(model.parameters(), alone.parameters(), strict=True):
+        assert own.main_grad.dtype == torch.float32
+        torch.testing.assert_close(own.main_grad.full_tensor(), its.main_grad, rtol=1e-2, atol=1e-3)
+    optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True, max_grad_norm=1.0)
+    optimizer.step()
+    expected = torch.stack([p.main_grad.norm() for p in alone.parameters()]).norm()
+    torch.testing.assert_close(optimizer.last_grad_norm, expected, rtol=1e-2, atol=0.0)
+    optimizer.zero_grad()
+    assert all(own.main_grad is None for own in model.parameters())
 
 
 def takes_gradients_in_summands(rank: int) -> None:

@@ -8,7 +8,8 @@ torch.distributed's parts before a DTensor exists.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -57,13 +58,24 @@ def mark_shard(tensor: Tensor, group: ProcessGroup) -> None:
 
     Optimizers and clip_grad_norm_ then add up the parts' norms. For parameters that no DTensor describes.
     """
-    setattr(tensor, SHARD_GROUP, group)
+    setattr(tensor, SHARD_GROUP, _Mark(group))
+
+
+class _Mark:
+    """Holds a group on a tensor; of a pickle of the tensor it is no part, since a group belongs to a run."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What even a restricted unpickler takes, and `shard_group` knows for nothing.
+        return OrderedDict, ()
 
 
 def shard_group(tensor: Tensor) -> ProcessGroup | None:
     """The group that `mark_shard` named."""
-    group: ProcessGroup | None = getattr(tensor, SHARD_GROUP, None)
-    return group
+    mark = getattr(tensor, SHARD_GROUP, None)
+    return mark.group if isinstance(mark, _Mark) else None
 
 
 def holders(tensor: Tensor) -> tuple[frozenset[int], int] | None:
@@ -166,8 +178,3 @@ def gathered(value: Any) -> list[Any]:
 def any_dtensor(tensors: Iterable[object]) -> bool:
     """Whether one of these is a DTensor."""
     return any(is_dtensor(one) for one in tensors)
-
-
-def ranks_of(groups: Sequence[frozenset[int]]) -> frozenset[int]:
-    """All ranks of several sets."""
-    return frozenset().union(*groups)
