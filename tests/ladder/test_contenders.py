@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,17 @@ import torch
 from rich.console import Console
 
 from fusestep.errors import UserError
-from fusestep.ladder import Ladder, LadderConfig, beside, contenders, ladder, page, report, table
+from fusestep.ladder import Ladder, LadderConfig, beside, contenders, ladder, page, profiling, report, table
 from fusestep.ladder.contenders import contenders_of_peer, native, native_names, peer_names
 from fusestep.ladder.gate import check
 from fusestep.ladder.plan import plan
 from fusestep.ladder.processes import Reply
 from fusestep.ladder.results import ContenderResult
+from fusestep.ladder.subject import BuiltIn
+from fusestep.ladder.torch_step import native_step
 from fusestep.ladder.verdict import conclude
 from fusestep.ladder.words import remarks_of
+from fusestep.models import GPTConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = LadderConfig(preset="tiny", rungs="adam,amp", rounds=2, steps=12, gate_steps=10, batch=2, device="cpu")
@@ -236,3 +240,40 @@ def test_a_contender_that_trains_otherwise_is_compared_with_nothing(make_ladder:
     assert comparison.gain is None
     assert "native-amp trains otherwise: the mean of its first 7 losses is 9.0000" in comparison.reason
     assert any(line.startswith("native-amp: trains otherwise") for line in remarks_of(measured))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_natives_are_one_compiled_graph_and_train_as_they_do_eagerly() -> None:
+    config = GPTConfig(vocab_size=96, width=128, heads=4, layers=2, ffn_width=512, context=64)
+    losses = []
+    device = torch.device("cuda")
+    for recipe in native("native-amp", device, compiled=True).attempts:
+        subject = BuiltIn(config, "synthetic", 8, 0)
+        step = native_step(recipe, subject, device, 0)
+        stream = subject.batches(device)
+        losses.append([float(step(*next(stream))) for _ in range(12)])
+        names = {part.name for part in step.parts()}
+        assert ("whole-step graph" in names) is recipe.graph
+        assert ("torch.compile" in names) is recipe.compiled
+        kernels = profiling.measure(partial(step, *next(stream)), device)
+        assert len(kernels) > 3
+        assert sum(kernel.share for kernel in kernels) <= 1.0001
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=0.01)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_rung_is_set_against_its_native() -> None:
+    config = LadderConfig(preset="tiny", rounds=2, steps=12, gate_steps=20, device="cuda", base="amp")
+    measured = ladder(config)
+    for one in measured.contenders:
+        assert one.failure is None, one.log
+        assert one.setbacks == ()
+        assert one.check is not None
+        assert one.check.passed, one.check.reason
+        assert one.kernels
+    for rung in measured.rungs:
+        assert rung.failure is None, rung.log
+        assert rung.beside["native-amp"].gain is not None, rung.beside["native-amp"].reason
+        assert rung.kernels, rung.rounds[0].unprofiled

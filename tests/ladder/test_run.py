@@ -172,6 +172,22 @@ def test_a_worker_that_cannot_start_says_why() -> None:
     assert reply.failed == "its process ended with status 1: no torch here."
 
 
+def test_a_profiler_that_ends_its_process_leaves_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(plan(SMALL).request(recipe_of("adam")), profiled=True)
+    crash = (
+        "import os, fusestep.ladder.worker as worker, fusestep.ladder.profiling as profiling\n"
+        "profiling.measure = lambda step, device: os.kill(os.getpid(), 11)\n"
+        "worker.main()"
+    )
+    with Workers([sys.executable, "-c", crash]) as workers:
+        reply = workers.run(request)
+    assert reply.failed is None
+    assert reply.done is not None
+    assert reply.done["timing"]["windows"]
+    assert reply.done["kernels"] == []
+    assert reply.done["unprofiled"] == "the profiler ended its process: its process was killed by SIGSEGV"
+
+
 def test_leaving_early_ends_the_worker() -> None:
     with Workers([sys.executable, "-c", "import time; time.sleep(60)"]) as workers:
         process = workers._start()
@@ -293,7 +309,7 @@ def test_on_a_gpu_the_fused_rungs_run_kernels_and_pass_their_gate() -> None:
             assert r.peak.reserved is not None
             assert r.peak.reserved >= r.peak.allocated > 4 * 4 * 28_000_000  # weights, gradients and two moments
         reserved = [r.peak.reserved for r in result.rounds]
-        assert max(reserved) <= 1.01 * min(reserved)  # whatever the order of the round
+        assert max(reserved) <= 1.05 * min(reserved)  # whatever the order of the round
     assert {part.implementation for part in measured.rungs[2].rounds[0].parts} == {"triton"}
     if support(torch.device("cuda"))[0]:
         fp8 = next(result for result in measured.rungs if result.rung.name == "fp8")

@@ -92,8 +92,16 @@ class Request:
         return json.dumps(asdict(self))
 
 
-def perform(request: Request) -> dict[str, Any]:
-    """Run a request in this process; its losses, what `Round` of `fusestep.ladder.results` reads, or `Ceilings`."""
+#: Told what is known so far of a reply.
+Early = Callable[[dict[str, Any]], None]
+
+
+def perform(request: Request, early: Early = lambda _known: None) -> dict[str, Any]:
+    """Run a request in this process; its losses, what `Round` of `fusestep.ladder.measured` reads, or `Ceilings`.
+
+    `early` is told the times before the kernels are looked at: a profiler that takes its process with it must not take
+    those.
+    """
     device = torch.device(request.device)
     if request.task == "ceilings":
         return asdict(ceilings.measure(device))
@@ -127,17 +135,20 @@ def perform(request: Request) -> dict[str, Any]:
         after_warmup=peak.begin,
         after_windows=peak.end,
     )
-    kernels, unprofiled = _profiled(one_step, device) if request.profiled else ([], "")
-    return {
+    reply = {
         "timing": asdict(timing),
         "peak": asdict(peak.result),
         "parts": [asdict(part) for part in step.parts()],
         "optimizer": step.optimizer_in_words(),
         "threads": torch.get_num_threads(),
         "opening": [float(loss) for loss in opening],
-        "kernels": kernels,
-        "unprofiled": unprofiled,
+        "kernels": [],
+        "unprofiled": "",
     }
+    if request.profiled:
+        early(reply)
+        reply["kernels"], reply["unprofiled"] = _profiled(one_step, device)
+    return reply
 
 
 def _subject(request: Request) -> Subject:
@@ -166,7 +177,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> tuple[list[di
         return [], str(error).partition("\n")[0]
 
 
-def answer(text: str) -> dict[str, Any]:
+def answer(text: str, early: Early = lambda _known: None) -> dict[str, Any]:
     """The reply to a request: {"done": …}, or {"failed": one sentence} for what a person can mend.
 
     A defect raises, which ends the process; its status and the last line of its stderr tell.
@@ -178,7 +189,7 @@ def answer(text: str) -> dict[str, Any]:
         else f"lower --batch (now {request.batch}) or choose a smaller --preset."
     )
     try:
-        return {"done": perform(request)}
+        return {"done": perform(request, lambda known: early({"done": known}))}
     except UserError as error:
         return {"failed": str(error)}
     except (MemoryError, RuntimeError) as error:
@@ -220,8 +231,20 @@ def _in_child(line: str) -> dict[str, Any]:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
         errors.seek(0)
-        reply: dict[str, Any] = json.load(output) if code == 0 else failure(code, errors.read())
-        return reply
+        return _reply(code, output.read().splitlines(), errors.read())
+
+
+def _reply(code: int, lines: list[str], log: str) -> dict[str, Any]:
+    """What a process said last, if it ended well; else its times where it had told them, or the failure."""
+    if code == 0:
+        whole: dict[str, Any] = json.loads(lines[-1])
+        return whole
+    failed = failure(code, log)
+    if not lines:
+        return failed
+    known: dict[str, Any] = json.loads(lines[0])
+    known["done"]["unprofiled"] = f"the profiler ended its process: {failed['failed'].rstrip('.')}"
+    return known | {"log": failed["log"]}
 
 
 def _be_child(server: int, line: str, output: IO[str], errors: IO[str]) -> NoReturn:
@@ -231,8 +254,12 @@ def _be_child(server: int, line: str, output: IO[str], errors: IO[str]) -> NoRet
         _end_with_parent(server)
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-        json.dump(answer(line), output)
-        output.flush()
+
+        def tell(reply: dict[str, Any]) -> None:
+            output.write(json.dumps(reply) + "\n")
+            output.flush()
+
+        tell(answer(line, early=tell))
         code = 0
     except BaseException:  # whatever it is, the parent tells it
         traceback.print_exc()
