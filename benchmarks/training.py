@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fusestep import TrainStep
 from fusestep.fp8.recipes import recipe_named
+from fusestep.ladder import profiling
 from fusestep.ladder.peer_steps import peer_step
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.step import Step
@@ -170,7 +171,7 @@ class Prepared:
         self.count += 1
 
     def timed(self) -> dict[str, Any]:
-        """Times of a step in ms, and the peak of the process in bytes."""
+        """Times of a step in ms, the peak of the process in bytes."""
         is_cuda = self.device.type == "cuda"
         timing = measure(self.once, self.clock, steps=self.work.steps, warmup_ms=300.0 if is_cuda else 0.0)
         steps = sorted(timing.steps)
@@ -184,6 +185,14 @@ class Prepared:
             "loss": self.losses[-1],
         }
 
+    def kernels(self) -> dict[str, Any]:
+        """The kernels that take the time of a step, or why nobody could look."""
+        try:
+            found = profiling.measure(self.once, self.device)
+        except RuntimeError as error:
+            return {"unprofiled": str(error).partition("\n")[0]}
+        return {"kernels": [{**dataclasses.asdict(one), "name": one.short} for one in found]}
+
 
 def child(connection: Connection, work: Work) -> None:
     """A process's life: get ready, wait for the word, time, and end."""
@@ -191,7 +200,8 @@ def child(connection: Connection, work: Work) -> None:
         prepared = Prepared(work)
         connection.send({"ready": prepared.losses})
         connection.recv()
-        connection.send(prepared.timed())
+        times = prepared.timed()
+        connection.send(times | (prepared.kernels() if work.setup.is_ours else {}))
     except Exception:
         connection.send({"failed": traceback.format_exc()[-2000:]})
 

@@ -89,6 +89,7 @@ def test_whole_steps_run_in_processes_of_their_own_and_agree_on_the_loss(tmp_pat
     masters = rows["fusestep bf16, masters"]
     assert (masters["weights"], masters["moments"], masters["masters"]) == ("bf16", "fp32", "fp32")
     assert rows["native, all bf16"]["moments"] == "bf16"
+    assert sum(kernel["share"] for kernel in masters["kernels"]) > 0.3
 
 
 # ---- comparing

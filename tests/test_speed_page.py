@@ -123,6 +123,7 @@ def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
     steps = step("fusestep bf16", 48.0, 17.0, weights="fp32", moments="fp32", masters="none")
     steps |= {"wall_ms": 48.5, "host_ms": 0.4, "of_floor": 0.6, "over_native": 1.25}
     steps |= {"parameters": 605_000_000, "tokens": 8192}
+    steps |= {"kernels": [{"name": "a_gemm", "calls": 24.0, "ms": 30.0, "share": 0.625}]}
     sizes = [
         {"configuration": name, "axis": axis, "size": size, "device_ms": size / 7, "floor_ms": size / 9}
         | {"of_floor": 7 / 9}
@@ -130,13 +131,14 @@ def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
         for axis in ("tokens", "width", "depth")
         for size in (8, 16)
     ]
-    results: list[dict[str, Any]] = [
-        {"part": "steps-b", "rows": [steps, {**steps, "configuration": "fusestep fp8 current", "failed": "out"}]},
-        {"part": "scaling", "rows": sizes},
-    ]
-    results = [{"file": f"{one['part']}.json", "environment": HERE, "peers": {"liger": "not installed"}, **one} for one in results]  # fmt: skip  # noqa: E501
+    broken = {**steps, "configuration": "fusestep fp8 current", "failed": "out", "kernels": []}
+    parts: dict[str, list[dict[str, Any]]] = {"steps-b": [steps, broken], "scaling": sizes}
+    more = {"environment": HERE, "peers": {"liger": "not installed"}}
+    results = [{"part": part, "file": f"{part}.json", "rows": rows, **more} for part, rows in parts.items()]
     text = speed.page(results, {})
     assert "| B: fusestep bf16 | fp32 / fp32 / none | 48.00 / 48.50 | 0.40 | 0.60 | 1.25× | 17.00 GB |" in text
+    assert "time of B, fusestep bf16" in text
+    assert "| `a_gemm` | 24 | 30.000 | 62.5% |" in text
     assert "| B: fusestep fp8 current | fp32 / fp32 / none | failed |" in text
     assert "not installed: liger" in text
     assert "| fusestep bf16, depth 16 | 2.29 | 1.78 | 0.78 |" in text

@@ -190,7 +190,7 @@ def _more(part: str, by_part: dict[str, Data]) -> str:
     """What a table's part has beside the rows with targets."""
     if part.startswith("steps-"):
         found = [row for name, result in sorted(by_part.items()) if name.startswith("steps-") for row in result["rows"]]
-        return _configurations(found)
+        return "\n\n".join(filter(None, (_configurations(found), *_kernels(found))))
     if part == "scaling" and part in by_part:
         rows = by_part[part]["rows"]
         lines = [
@@ -234,6 +234,20 @@ def _configurations(rows: list[Data]) -> str:
         )
     header = ["configuration", "weights / moments / masters", "device / wall, ms", "host, ms", "of floor"]
     return table([*header, "over native amp", "reserved"], lines)
+
+
+def _kernels(rows: list[Data]) -> Iterator[str]:
+    """What takes the time of each model's fastest step of ours."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model and row.get("kernels")]
+        if own:
+            fastest = min(own, key=lambda row: row["device_ms"])
+            lines = [
+                [f"`{one['name']}`", f"{one['calls']:.0f}", f"{one['ms']:.3f}", f"{one['share']:.1%}"]
+                for one in fastest["kernels"]
+            ]
+            table_of_it = table(["kernel", "calls a step", "ms", "share"], lines)
+            yield f"What takes the time of {model.upper()}, {fastest['configuration']}:\n\n{table_of_it}"
 
 
 def _without_targets(by_part: dict[str, Data]) -> Iterator[str]:
