@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fusestep.distributed.groups import local_of
 from fusestep.fp8.held import Copies, Part, part_of
 from fusestep.nn.fp8_module import FP8Module
 
@@ -90,7 +91,7 @@ class Baked:
         """Values that must still be equal: where parameters lie and whether they are trained, the options."""
         model, optimizer = self._step.model, self._step.optimizer
         found: list[Any] = [self._step.autocast, self._step.accumulate]
-        found += [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
+        found += [(local_of(p).data_ptr(), p.requires_grad) for p in model.parameters()]
         found += [b.data_ptr() for b in model.buffers()]
         states = [m.fp8_state for m in model.modules() if isinstance(m, FP8Module)]
         found += [state.number for state in states if state is not None]

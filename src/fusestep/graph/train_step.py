@@ -39,6 +39,7 @@ from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.recipes import Recipe
+from fusestep.graph import ranks
 from fusestep.graph.baked import Baked, host_values
 from fusestep.graph.batch import Batch
 from fusestep.graph.recovery import recovered_capture
@@ -86,7 +87,9 @@ class TrainStep:
     torch.use_deterministic_algorithms(True) to the bit. Random numbers (dropout) go on from step to step.
 
     Args:
-        model: lies on one device.
+        model: lies on one device. Where several ranks train it together, DistributedDataParallel(model), or a model
+            that fully_shard or parallelize_module has changed; each rank then has a TrainStep, with its own part of
+            each batch, and the loss is of that part.
             Attributes of its modules that are plain values, such as a dropout's p, are part of the graph: after
             changing one call `reset()`. So are hooks on parameters.
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
@@ -227,14 +230,9 @@ class TrainStep:
         with ExitStack() as regions:
             if self.fp8_recipe is not None:  # one region a step, so that micro-batches share their scales
                 regions.enter_context(fp8_autocast(recipe=self.fp8_recipe))
-            for part in batch.parts(self.accumulate):
-                with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                    loss = self.loss_fn(self.model, *part.arguments)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-                    raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
-                loss = loss.reshape(()) if self.accumulate == 1 else loss.reshape(()) / self.accumulate
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            for number, part in enumerate(batch.parts(self.accumulate), 1):
+                with ranks.micro_batch(self.model, is_last=number == self.accumulate):
+                    loss = self._backward(part)
                 total = loss.detach() if total is None else total + loss.detach()
         if any(isinstance(module, FP8Module) for module in self.model.modules()):
             # What the step recorded enters the histories before the optimizer casts the new weights with the scales.
@@ -248,13 +246,24 @@ class TrainStep:
         assert total is not None
         return total
 
+    def _backward(self, part: Batch) -> Tensor:
+        """The loss of one micro-batch, as it counts in the step's, after its backward pass."""
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            loss = self.loss_fn(self.model, *part.arguments)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
+        loss = loss.reshape(()) if self.accumulate == 1 else loss.reshape(()) / self.accumulate
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss
+
     # Graphs
 
     def _shape_of(self, batch: Batch) -> _Shape:
         """What is kept for this kind of batch; a new kind may take the place of another."""
         key = batch.kind()
         if key not in self._shapes:
-            self._shapes[key] = _Shape(WARM_UP)
+            self._shapes[key] = _Shape(ranks.warm_up(self.model, WARM_UP))
             while len(self._shapes) > self.max_graphs:
                 self._shapes.popitem(last=False)
                 if not self._has_made_room:
@@ -275,6 +284,8 @@ class TrainStep:
             reason = f"CUDA graphs run on CUDA devices, the model is on {self.device.type}"
         elif not hardware.cuda_support().ok:
             reason = hardware.cuda_support().reason
+        elif (why := ranks.obstacle(self.model)) is not None:
+            reason = why
         elif isinstance(self.optimizer, FusedOptimizer):
             self.optimizer.capturable = True
             for group in (self.optimizer.defaults, *self.optimizer.param_groups):
