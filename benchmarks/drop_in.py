@@ -127,20 +127,21 @@ def of_transformer_engine(printed: str) -> dict[str, Any]:
     steps = re.findall(r"step +(\d+) \| loss ([\d.]+) \| +(\d+) ms/step", printed)
     timed = {
         name: (float(ms), float(memory))
-        for name, ms, memory in re.findall(r"(BF16|FP8) *: +([\d.]+) ms/step \| peak mem ([\d.]+) GB", printed)
+        for name, ms, memory in re.findall(r"(BF16|FP32|FP8) *: +([\d.]+) ms/step \| peak mem ([\d.]+) GB", printed)
     }
     state = re.search(r"FP8 state of block-0 submodule '(.*)'", printed)
     diffs = re.search(r"step diffs: \[([\d, ]+)\]", printed)
     strides = [] if diffs is None else [int(one) for one in diffs.group(1).split(",")]
     kept = next((place for place, one in enumerate(strides) if one != strides[0]), len(strides))
-    bf16, fp8 = timed.get("BF16", (None, 0.0)), timed.get("FP8", (None, 0.0))
+    bf16, fp32, fp8 = (timed.get(name, (None, 0.0)) for name in ("BF16", "FP32", "FP8"))
     return {
         "losses": {step: float(loss) for step, loss, _ in steps},
         "loss": float(steps[-1][1]),
         "trained_ms": int(steps[-1][2]),
         "bf16_ms": bf16[0],
+        "fp32_ms": fp32[0],
         "fp8_ms": fp8[0],
-        "peak_gb": max(bf16[1], fp8[1]),
+        "peak_gb": max(bf16[1], fp32[1], fp8[1]),
         "fp8_state_of": None if state is None else state.group(1),
         "strides": strides,
         "stride_kept_for": kept,

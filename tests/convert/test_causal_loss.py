@@ -152,6 +152,8 @@ def test_the_product_waits_until_somebody_looks(monkeypatch: pytest.MonkeyPatch)
     told = (logits.shape, logits.dtype, logits.device, logits.size(-1), logits.dim(), logits.numel(), len(logits))
     assert told == (wanted.shape, wanted.dtype, wanted.device, VOCABULARY, 3, wanted.numel(), 3)
     assert "not computed" in repr(logits)
+    assert not hasattr(logits, "items")  # as libraries probe for dicts
+    assert logits.float().contiguous().view(-1, VOCABULARY).shape == (33, VOCABULARY)
     assert not calls
     assert torch.equal(logits.tensor(), wanted)
     assert torch.equal(logits.argmax(-1), wanted.argmax(-1))

@@ -137,6 +137,9 @@ def become(module: nn.Module, kind: type[nn.Module], attributes: dict[str, Any])
     module.__dict__.update(attributes)
     module.__dict__[ADDED] = (*before, tuple(attributes))
     module.__class__ = made
+    take_seat = getattr(module, "_take_seat", None)
+    if take_seat is not None:  # the one among the attributes is of the module that they are from
+        take_seat()
 
 
 def is_converted(module: nn.Module) -> bool:

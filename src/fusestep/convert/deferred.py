@@ -271,7 +271,8 @@ class DeferredLogits:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what protocols probe for, and what copying asks of an object without a __dict__ yet
+        # Those who only probe (hasattr) shall not pay, nor copies, which ask before there is a __dict__.
+        if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.tensor(), name)
 
