@@ -200,8 +200,9 @@ def child(connection: Connection, work: Work) -> None:
         prepared = Prepared(work)
         connection.send({"ready": prepared.losses})
         connection.recv()
-        times = prepared.timed()
-        connection.send(times | (prepared.kernels() if work.setup.is_ours else {}))
+        connection.send(prepared.timed())
+        if work.setup.is_ours:
+            connection.send(prepared.kernels())
     except Exception:
         connection.send({"failed": traceback.format_exc()[-2000:]})
 
@@ -224,6 +225,10 @@ def measured(works: Sequence[Work], together: int) -> Iterator[tuple[Work, dict[
                 if "failed" not in reply:
                     connection.send("go")
                     reply = _reply(connection)
+                if "failed" not in reply and work.setup.is_ours:
+                    # A profiler may end a process; what was timed before stands.
+                    kernels = _reply(connection)
+                    reply |= {"unprofiled": kernels["failed"]} if "failed" in kernels else kernels
                 process.join(ENDING)
                 yield work, reply
         finally:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import compare, parts, peers
+from benchmarks import compare, parts, peers, training
+
+from fusestep.ladder.rungs import Recipe
+from fusestep.models import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Rehearsed in one process; the rest start processes of their own, or take minutes.
@@ -90,6 +96,70 @@ def test_whole_steps_run_in_processes_of_their_own_and_agree_on_the_loss(tmp_pat
     assert (masters["weights"], masters["moments"], masters["masters"]) == ("bf16", "fp32", "fp32")
     assert rows["native, all bf16"]["moments"] == "bf16"
     assert sum(kernel["share"] for kernel in masters["kernels"]) > 0.3
+
+
+class Threads:
+    """What `training.measured` needs of multiprocessing, in threads: what runs in them can be replaced."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def set_forkserver_preload(self, names: list[str]) -> None: ...
+
+    class Process(threading.Thread):
+        def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
+            super().__init__(daemon=True)
+            theirs = Connection(os.dup(args[0].fileno()))
+            self.life, self.connection, self.work = target, theirs, args[1]
+
+        def run(self) -> None:
+            try:
+                self.life(self.connection, self.work)
+            except SystemExit:
+                pass
+            finally:
+                self.connection.close()
+
+        def kill(self) -> None: ...
+
+
+def test_processes_that_fail_or_end_have_replies_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Prepared:
+        losses: ClassVar = [4.5]
+
+        def __init__(self, work: training.Work) -> None:
+            self.name = work.setup.name
+            if self.name == "raises":
+                raise RuntimeError("no such kernel")
+            if self.name == "ends":
+                raise SystemExit
+            events.append(f"{self.name} ready")
+
+        def timed(self) -> dict[str, Any]:
+            events.append(f"{self.name} timed")
+            return {"device_ms": 1.0}
+
+        def kernels(self) -> dict[str, Any]:
+            if self.name == "ends in the profiler":
+                raise SystemExit
+            return {"kernels": []}
+
+    monkeypatch.setattr(training, "Prepared", Prepared)
+    monkeypatch.setattr(training.multiprocessing, "get_context", lambda _: Threads())
+    config, recipe = GPTConfig(), Recipe(optimizer="fused")
+    names = ["first", "raises", "second", "ends", "ends in the profiler"]
+    works = [training.Work(training.Setup(name, recipe), config, 1, 1, "cpu") for name in names]
+    replies = {work.setup.name: reply for work, reply in training.measured(works, together=3)}
+    assert list(replies) == names
+    assert replies["first"] == replies["second"] == {"device_ms": 1.0, "kernels": []}
+    assert "no such kernel" in replies["raises"]["failed"]
+    assert replies["ends"]["failed"] == "its process ended without a word"
+    ended = {"device_ms": 1.0, "unprofiled": "its process ended without a word"}
+    assert replies["ends in the profiler"] == ended
+    # Nobody gets ready while another is timed, and those of the next group begin when this one is through.
+    assert set(events[:2]) == {"first ready", "second ready"}
+    assert events[2:] == ["first timed", "second timed", "ends in the profiler ready", "ends in the profiler timed"]
 
 
 # ---- comparing
