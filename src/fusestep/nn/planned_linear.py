@@ -74,6 +74,9 @@ class _PlannedLinear(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+# Straight to backward: on its way torch looks in every call for other kinds of it that a Function may have.
+_PlannedLinear._backward_cls.apply = _PlannedLinear.backward  # type: ignore[attr-defined]
+
 # Without the part in Python of Function.apply, which serves torch.func; neither that nor torch.compile comes here.
 apply_planned: Any = super(torch.autograd.Function, _PlannedLinear).apply
 
