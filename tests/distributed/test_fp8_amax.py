@@ -42,6 +42,11 @@ def roster(ran: list[int], built: str, widths: int = 3) -> Roster:
         # the first rank built two others before; all ran
         ([roster([2, 3], "LLLM"), roster([0, 1], "LM")], [[2, 3], [0, 1]]),
         ([roster([2, 3], "LLLLLL"), roster([0, 1], "LLLL")], [[2, 3], [0, 1]]),
+        # the same, and another copy of the model on both afterwards
+        ([roster([2, 3], "LLLMLM"), roster([0, 1], "LMLM")], [[2, 3], [0, 1]]),
+        # the first built others before, and other branches ran
+        ([roster([3, 4], "MMMLLL"), roster([0, 2], "LLL")], [[3, 4, 5], [0, 1, 2]]),
+        ([roster([3, 5], "LLLLLL"), roster([], "LLL")], [[3, 5], [0, 2]]),
         # the second built more afterwards, and another branch ran
         ([roster([0, 1], "LLL"), roster([0, 2], "LLLL")], [[0, 1, 2], [0, 1, 2]]),
     ],
@@ -299,6 +304,23 @@ def check_compiled(rank: int) -> dict[str, Any]:
     return {"seen": [snapshot(model)]}
 
 
+def check_converted(rank: int) -> dict[str, Any]:
+    """Modules that conversion made, of which one runs on one rank only."""
+    import fusestep
+
+    model: Any = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+    fusestep.convert(model, fp8=RECIPE)
+    model = copy.deepcopy(model)
+    for number in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        with fp8_autocast(recipe=RECIPE):
+            y = model[0](x)
+            y = model[1](y) if rank else model[2](y)
+        y.square().sum().backward()
+    with fp8_autocast(recipe=RECIPE):
+        return {"seen": [snapshot(model)]}
+
+
 def check_strangers(rank: int) -> dict[str, Any]:
     """Ranks that built different modules all raise, again and again, and go on with a recipe that reduces nothing."""
     model: Any = nn.Sequential(Linear(9, 9), Linear(9, 9) if rank else LayerNormMLP(9, 9))
@@ -331,6 +353,7 @@ TOGETHER = [
     "alone",
     "drop_in",
     "compiled",
+    "converted",
     "strangers",
 ]
 
@@ -397,6 +420,11 @@ def test_transformer_engine_s_names_reduce_over_the_same_ranks(two: list[dict[st
 def test_a_compiled_function_reduces_too(two: list[dict[str, Any]]) -> None:
     assert_alike(two, "compiled")
     assert two[0]["compiled"]["seen"][0]["a"][2] == [2, 2, 2]
+
+
+def test_converted_modules_are_known_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    assert_alike(two, "converted")
+    assert set(two[0]["converted"]["seen"][0]) == {"0", "1", "2"}
 
 
 def test_ranks_that_built_different_modules_all_raise(two: list[dict[str, Any]]) -> None:

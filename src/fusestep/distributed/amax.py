@@ -61,22 +61,40 @@ def agreed_table(rosters: Sequence[Roster]) -> Table:
     """The table that follows from the rosters of all ranks, by rank.
 
     Ranks that built the same modules in the same order know them by their seats. Where one built others before, its
-    seats are shifted, which is seen if the same modules ran on all.
+    seats are shifted by as many, which is told from the modules that ran.
 
-    Raises: UserError, the same on every rank, where neither holds.
+    Raises: UserError, the same on every rank, where ranks built different modules.
     """
     kept = [place for place, seats in enumerate(zip(*[one.held for one in rosters], strict=True)) if max(seats) >= 0]
-    first = rosters[0]
-    everywhere = sorted({seat for roster in rosters for seat in roster.ran})
-    if any(roster.built != first.built for roster in rosters):
-        kinds = [[roster.built[seat] for seat in roster.ran] for roster in rosters]
-        shifts = [{seat - other for seat, other in zip(roster.ran, first.ran, strict=False)} for roster in rosters]
-        if all(one == kinds[0] for one in kinds) and all(len(shift) <= 1 for shift in shifts):
-            return Table(kept, [list(roster.ran) for roster in rosters], _widths([one.widths for one in rosters]))
-        _check_same(rosters, everywhere)
+    shifts = [_shift(rosters[0], roster) for roster in rosters]
+    seats = sorted({seat - shift for roster, shift in zip(rosters, shifts, strict=True) for seat in roster.ran})
+    joined = [[seat + shift for seat in seats] for shift in shifts]
+    _check_same(rosters, joined)
     by_seat = [dict(zip(one.ran, one.widths, strict=True)) for one in rosters]
-    widths = _widths([[known.get(seat) for seat in everywhere] for known in by_seat])
-    return Table(kept, [everywhere] * len(rosters), widths)
+    known = [[widths.get(seat) for seat in own] for widths, own in zip(by_seat, joined, strict=True)]
+    return Table(kept, joined, _widths(known))
+
+
+def _shift(first: Roster, roster: Roster) -> int:
+    """How far a rank's seats are from those of the first rank's."""
+    if roster.built == first.built:
+        return 0
+    candidates = [0, len(roster.built) - len(first.built)]
+    if first.ran and roster.ran:
+        candidates += [roster.ran[0] - first.ran[0], roster.ran[-1] - first.ran[-1]]
+    ran, theirs = set(roster.ran), set(first.ran)
+
+    def agrees(shift: int) -> bool:
+        everything = theirs | {seat - shift for seat in ran}
+        return all(_kind(first, seat) == _kind(roster, seat + shift) is not None for seat in everything)
+
+    # The one that makes most modules run on both; of equals that which is named first.
+    fitting = [shift for shift in candidates if agrees(shift)]
+    return max(fitting, key=lambda shift: len(theirs & {seat - shift for seat in ran}), default=0)
+
+
+def _kind(roster: Roster, seat: int) -> str | None:
+    return roster.built[seat] if 0 <= seat < len(roster.built) else None
 
 
 def _widths(known: Sequence[Sequence[int | None]]) -> list[int]:
@@ -93,17 +111,19 @@ def _widths(known: Sequence[Sequence[int | None]]) -> list[int]:
     return agreed
 
 
-def _check_same(rosters: Sequence[Roster], seats: Sequence[int]) -> None:
-    """Refuse seats at which ranks have different modules."""
-    for seat in seats:
-        runner, kind = next((rank, one.built[seat]) for rank, one in enumerate(rosters) if seat in one.ran)
+def _check_same(rosters: Sequence[Roster], joined: Sequence[Sequence[int]]) -> None:
+    """Refuse a table of seats, for each rank, in which ranks have different modules."""
+    for seats in zip(*joined, strict=True):
+        runner = next(rank for rank, one in enumerate(rosters) if seats[rank] in one.ran)
+        kind = _kind(rosters[runner], seats[runner])
         for rank, roster in enumerate(rosters):
-            found = roster.built[seat] if seat < len(roster.built) else "nothing"
-            if found != kind or seat in roster.held:
+            found = _kind(roster, seats[rank])
+            if found != kind or seats[rank] in roster.held:
                 raise UserError(
-                    f"FP8: the ranks of a group that reduces amaxes built different modules, number {seat} {kind} on "
-                    f"rank {runner} and {found} on rank {rank} of the group; build the same modules in the same order "
-                    "on all, pass fp8_autocast the group of those ranks that do, or a recipe with reduce_amax=False."
+                    f"FP8: the ranks of a group that reduces amaxes built different modules, number {seats[runner]} "
+                    f"{kind} on rank {runner} and {found or 'nothing'} on rank {rank} of the group; build the same "
+                    "modules in the same order on all, pass fp8_autocast the group of those ranks that do, or a "
+                    "recipe with reduce_amax=False."
                 )
 
 

@@ -23,7 +23,7 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
-from fusestep.fp8.seats import take_seat
+from fusestep.fp8.seats import owner_of, take_seat
 from fusestep.fp8.state import KEYS, Slots
 from fusestep.nn.quantized_weights import QuantizedWeights
 from fusestep.ops.roll_scales import AMAX
@@ -158,7 +158,7 @@ class FP8Module(QuantizedWeights):
         state = self.fp8_state
         if state is None:
             state = Slots(self.SLOTS, recipe, self._first_weight().device)
-            state.seat = self.__dict__.get("_seat")
+            state.seat = self._own_seat()
             self.fp8_state = state
             self._forget_casts()
         elif state.recipe is not recipe:
@@ -166,7 +166,7 @@ class FP8Module(QuantizedWeights):
         if self._has_unrolled:
             # What this region would have done as it began, had there been no break.
             self.__dict__["_has_unrolled"] = False
-            state.seat = self.__dict__.get("_seat")
+            state.seat = self._own_seat()
             if state.is_pending:
                 unrolled = Pending()
                 unrolled.add(state)
@@ -176,6 +176,13 @@ class FP8Module(QuantizedWeights):
     def _take_seat(self) -> None:
         """Have a number by which ranks know the module; a copy has one of its own."""
         self.__dict__["_seat"] = take_seat(self, type(self).__name__)
+
+    def _own_seat(self) -> int:
+        seat = self.__dict__.get("_seat")
+        if seat is None or owner_of(seat) is not self:  # put together by other means
+            self._take_seat()
+        number: int = self.__dict__["_seat"]
+        return number
 
     def _forget_casts(self) -> None:
         """Let go of what was worked out from state, parameters or their places that are no more."""
