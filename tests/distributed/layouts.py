@@ -51,7 +51,8 @@ class Layout:
     """A model over all processes, and which rows are this one's.
 
     Args:
-        kind: "ddp", "fsdp", "tp" or "fsdp-tp" (tensor parallelism over pairs of neighbours); "alone" for no processes.
+        kind: "ddp", "fsdp", "hsdp" (sharded over pairs of neighbours, replicated over these), "tp", or "fsdp-tp"
+            (tensor parallelism over pairs of neighbours); "alone" for no processes.
     """
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
@@ -62,8 +63,9 @@ class Layout:
         plan: Any = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         if kind == "ddp":
             self.model = nn.parallel.DistributedDataParallel(self.model)
-        elif kind == "fsdp":
-            mesh = init_device_mesh("cpu", (size,))
+        elif kind in ("fsdp", "hsdp"):
+            shape = (size,) if kind == "fsdp" else (size // 2, 2)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
             fully_shard(self.model.first, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         elif kind == "tp":

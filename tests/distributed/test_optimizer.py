@@ -85,12 +85,14 @@ def test_two_processes_train_as_one_does() -> None:
 
 
 def test_four_processes_train_as_one_does() -> None:
-    compare_with_one_process(4, [("fsdp-tp", name) for name in ("adam-clip", "lamb", "novograd-max")])
+    compare_with_one_process(
+        4, [*(("fsdp-tp", name) for name in ("adam-clip", "lamb", "novograd-max")), ("hsdp", "lamb")]
+    )
 
 
 @pytest.mark.endurance
 def test_every_optimizer_in_every_layout_trains_as_one_process_does() -> None:
-    for ranks, kinds in ((2, ("ddp", "fsdp", "tp")), (3, ("fsdp",)), (4, ("ddp", "fsdp", "tp", "fsdp-tp"))):
+    for ranks, kinds in ((2, ("ddp", "fsdp", "tp")), (3, ("fsdp",)), (4, ("ddp", "fsdp", "hsdp", "tp", "fsdp-tp"))):
         compare_with_one_process(ranks, [(kind, name) for kind in kinds for name in MAKERS], timeout=600)
 
 
@@ -122,6 +124,7 @@ def agreements(rank: int) -> None:
     skips_where_a_loss_scaler_found_something_on_one_rank(rank)
     clips_by_any_norm(rank)
     counts_marked_parts()
+    measures_over_the_right_ranks(rank)
     follows_a_loss_scaler(rank)
     sums_micro_batches_in_fp32(rank)
     takes_gradients_in_summands(rank)
@@ -231,6 +234,26 @@ def counts_marked_parts() -> None:
     copy = pickle.loads(pickle.dumps(part))  # without its group, which no other program has
     assert torch.equal(copy, part)
     assert shard_group(copy) is None
+
+
+def measures_over_the_right_ranks(rank: int) -> None:
+    """Parameters on two meshes none of which holds the other; and models of which each is on some ranks only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    generator = torch.Generator().manual_seed(9)
+    gradients = [torch.randn(size, generator=generator) for size in (5, 3, 7, 7)]
+    for own, places in (("both", [0, 1]), ("one", [2 + rank // 2])):
+        meshes = [mesh["data"], mesh["tensor"]] if own == "both" else [mesh["tensor"]]
+        parameters = []
+        for place, its_mesh in zip(places, meshes, strict=True):
+            gradient = gradients[place]
+            parameters.append(nn.Parameter(distribute_tensor(torch.zeros_like(gradient), its_mesh, [Shard(0)])))
+            parameters[-1].grad = distribute_tensor(gradient, its_mesh, [Shard(0)])
+        optimizer = FusedSGD(parameters, lr=1.0, max_grad_norm=math.inf)
+        optimizer.step()
+        expected = torch.cat([gradients[place] for place in places]).norm()
+        torch.testing.assert_close(optimizer.last_grad_norm, expected, rtol=1e-6, atol=0.0, msg=own)
+        for place, parameter in zip(places, parameters, strict=True):
+            assert torch.equal(parameter.full_tensor(), -gradients[place])
 
 
 def follows_a_loss_scaler(rank: int) -> None:

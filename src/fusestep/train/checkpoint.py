@@ -175,6 +175,10 @@ def save(
                 file.write(json.dumps(manifest, indent=1).encode())
             _publish(temporary, final)
 
+    def prune() -> None:
+        for old in complete(run)[:-KEPT] if is_first else ():
+            discard(old)
+
     files: dict[str, dict[str, int]] = {}
     try:
         every(begin, doing)
@@ -187,8 +191,7 @@ def save(
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in complete(run)[:-KEPT] if is_first else ():
-        discard(old)
+    every(prune, "to remove old checkpoints")
     return final
 
 
