@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,27 @@ def test_a_hugging_face_model_by_itself_trains_with_its_own_loss_and_keeps_no_ke
     assert float(subject.loss(recipe_of("loss"))(fused, *batch).detach()) == pytest.approx(
         float(expected.detach()), rel=1e-4
     )
+
+
+def test_the_page_for_users_and_the_example_in_plain_pytorch_are_models_that_the_ladder_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "ladder-model.md").read_text(), re.DOTALL)
+    (folder / "from_the_docs.py").write_text(code)
+    found = Description(**describe(Own("from_the_docs:sums", None, 0), CPU, RUNGS))
+    assert found.tokens == 128
+    assert found.swapped["fused-norm"] == "1 × LayerNorm"
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    monkeypatch.delitem(sys.modules, "ladder_model", raising=False)
+    subject = Own("ladder_model:sorting", None, 0)
+    found = Description(**describe(subject, CPU, RUNGS))
+    assert found.unchanged == {}
+    assert found.swapped["blocks"] == "2 × TransformerEncoderLayer"
+    model = subject.model(Recipe(), CPU)
+    batch = next(subject.batches(CPU))
+    plain, fused = (subject.loss(Recipe(loss=loss))(model, *batch) for loss in ("torch", "fused"))  # type: ignore[arg-type]
+    assert float(fused.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
 
 
 def test_reversed_samples_turn_the_batch_and_nothing_else() -> None:

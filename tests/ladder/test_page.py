@@ -179,6 +179,38 @@ def test_a_cpu_has_no_device_and_no_ceilings(chromium: Any, make_ladder: Make, m
     assert "of a product's" not in heads
 
 
+def test_what_stands_beside_the_rungs_has_a_table_that_sorts_and_bars_among_theirs(
+    chromium: Any, make_ladder: Make, made: Any, tmp_path: Path
+) -> None:
+    ladder = make_ladder(
+        {"adam": made((40.0, 40.1, 39.9)), "amp": made((10.0, 10.1, 9.9))},
+        beside={"native-amp": (12.0, 12.1, 11.9), "te-fp8": (100.0, 99.0, 101.0), "te-fp8-graph": (20.0, 21.0, 19.0)},
+    )
+    plain = report.as_dict(ladder)
+    plain["contenders"][1] |= {"rounds": [], "step_ms": None, "status": "not installed"}
+    (tmp_path / "beside.html").write_text(page.draw(plain))
+    shown = chromium.open(tmp_path / "beside.html", width=360)
+    assert shown.problems == []
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 360
+    heads = shown.evaluate(
+        "[...document.querySelectorAll('thead')].map(head => head.textContent.replace(/\\s+/g, ' '))"
+    )
+    assert "over native over te" in heads[0]
+    assert "numbers status step ms" in heads[1]
+    names = (
+        "[...document.querySelectorAll('#figures .wide')[1].querySelectorAll('tbody th')].map(cell => cell.textContent)"
+    )
+    assert shown.evaluate(names) == ["native-amp", "te-fp8", "te-fp8-graph"]
+    press = "[...document.querySelectorAll('#figures .wide')[1].querySelectorAll('thead button')]"
+    shown.evaluate(f"{press}.find(button => button.textContent === 'step ms').click()")
+    shown.evaluate(f"{press}.find(button => button.textContent === 'step ms').click()")
+    assert shown.evaluate(names) == ["te-fp8-graph", "native-amp", "te-fp8"]  # what has no time comes last
+    bars = "[...document.querySelector('.bars').querySelectorAll('.name')].map(name => name.textContent)"
+    assert shown.evaluate(bars) == ["adam", "amp", "native-amp", "te-fp8-graph"]
+    assert shown.evaluate("document.querySelectorAll('#kernels details').length") == 5
+    assert plots.draw(plain).startswith(b"\x89PNG")
+
+
 def test_nothing_measured_is_still_a_page_and_a_picture(make_ladder: Make, made: Any) -> None:
     plain = report.as_dict(make_ladder({"adam": made(failure="gone."), "amp": made(failure="gone too.")}, rounds=3))
     assert page.draw(plain).count("did not run") >= 2

@@ -78,7 +78,7 @@ class TorchStep:
         return self._words
 
     def _eager(self, batch: tuple[Any, ...]) -> Tensor:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         # A graph cannot hold the casts of weights that autocast keeps beyond it.
         keeps = self._stream is None
         with (
@@ -89,6 +89,12 @@ class TorchStep:
         loss.backward()
         self._optimizer.step()
         return loss.detach()
+
+    def _drop_gradients(self) -> None:
+        """As zero_grad(set_to_none=True), which not all optimizers of other libraries take."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _aside(self, batch: tuple[Any, ...]) -> Tensor:
         assert self._stream is not None
@@ -106,7 +112,7 @@ class TorchStep:
         inputs = [one.clone() if isinstance(one, Tensor) else one for one in leaves]
         self._inputs = [one for one in inputs if isinstance(one, Tensor)]
         # The gradients of before lie outside of the graph's memory, and would stay there beside it for nothing.
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         graph = torch.cuda.CUDAGraph()
         # thread_local: what torch.compile's own threads do meanwhile is no part of this.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
