@@ -47,6 +47,7 @@ PARTS: dict[str, int] = {
     "steps-d": 150,
     "startup": 90,
     "scaling": 90,
+    "world": 95,
     "convert": 75,
     "drop_in": 80,
     "learning": 600,

@@ -48,6 +48,8 @@ class Spread:
         self.model = model
         self.mesh = mesh
         self.parallel = parallel
+        #: Whether each rank holds a part of every parameter only (FSDP2).
+        self.is_sharded = hasattr(model, "set_requires_gradient_sync")
         self._replicated: nn.parallel.DistributedDataParallel | None = None
         self._averages = parallel.data == "ddp" and (has_main_grads or parallel.tensor > 1)
         if parallel.data == "ddp" and not self._averages:
@@ -60,9 +62,9 @@ class Spread:
             )
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of every parameter only (FSDP2)."""
-        return self.parallel.data == "fsdp"
+    def module(self) -> nn.Module:
+        """What `loss` calls: the model, or what wraps it."""
+        return self._replicated or self.model
 
     def loss(self, tokens: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """`GPT.loss`, through what reduces its gradients."""
@@ -111,21 +113,28 @@ def spread_gpt(
         has_main_grads: gradients are summed in `main_grad` (fusestep.optim.accumulate_in_fp32).
     Raises: UserError for a model that the ranks cannot share.
     """
-    is_whole = parallel.data != "fsdp" and parallel.tensor == 1
+    # One rank has nothing to share out.
+    is_sharded = parallel.data == "fsdp" and mesh[DATA].size() > 1
+    is_whole = not is_sharded and parallel.tensor == 1
     model = GPT(config, device=device if is_whole else "meta", dtype=dtype)
     model.checkpoint_blocks = checkpoint_blocks
-    if parallel.tensor > 1:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        from fusestep.distributed.plans import GPTParallel
-
-        parallelize_module(model, mesh[TENSOR], GPTParallel(sequence_parallel=parallel.by_sequence))
-    if parallel.data == "fsdp":
+    share_products(model, mesh[TENSOR], parallel)
+    if is_sharded:
         shard(model, mesh[DATA], compute, fp8_recipe)
     if not is_whole:
         model.to_empty(device=device)
         draw_weights(model)
     return Spread(model, mesh, parallel, has_main_grads=has_main_grads)
+
+
+def share_products(model: GPT, mesh: DeviceMesh, parallel: Parallel) -> None:
+    """Share the products of a model over a one-dimensional mesh, in place (tensor parallelism)."""
+    if parallel.tensor > 1:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from fusestep.distributed.plans import GPTParallel
+
+        parallelize_module(model, mesh, GPTParallel(sequence_parallel=parallel.by_sequence))
 
 
 def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype | None, fp8_recipe: Recipe | None) -> None:

@@ -113,7 +113,7 @@ class RanksOfWorld(Ranks):
         self.count = parallel.data_ranks(world.size)
         self.index = world.rank // parallel.tensor
         self.is_first = world.is_first
-        self.is_sharded = parallel.data == "fsdp"
+        self.is_sharded = parallel.data == "fsdp" and self.count > 1
 
     def check_batch(self, batch: int) -> None:
         """Raises: UserError for a batch that the ranks cannot share evenly."""
