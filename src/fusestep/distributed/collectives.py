@@ -34,37 +34,37 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 def copied(x: Tensor, group: Any) -> Tensor:
     """x; its gradient is the sum of those of all ranks."""
-    y: Tensor = _Copied.apply(x, group)
+    y: Tensor = _apply(_Copied, x, group)
     return y
 
 
 def added(x: Tensor, group: Any) -> Tensor:
     """The sum of the tensors of all ranks, on each of them."""
-    y: Tensor = _Added.apply(x, group)
+    y: Tensor = _apply(_Added, x, group)
     return y
 
 
 def gathered(x: Tensor, dim: int, group: Any) -> Tensor:
     """The slices of all ranks along `dim`; the gradients of all ranks add up."""
-    y: Tensor = _Gathered.apply(x, dim % x.dim(), group)
+    y: Tensor = _apply(_Gathered, x, dim % x.dim(), group)
     return y
 
 
 def scattered(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's slice, along `dim`, of the sum of the tensors of all ranks; the group's size divides `dim`."""
-    y: Tensor = _Scattered.apply(x, dim % x.dim(), group)
+    y: Tensor = _apply(_Scattered, x, dim % x.dim(), group)
     return y
 
 
 def joined(x: Tensor, dim: int, group: Any) -> Tensor:
     """The slices of all ranks along `dim`, of which each rank computes the same afterwards."""
-    y: Tensor = _Joined.apply(x, dim % x.dim(), group)
+    y: Tensor = _apply(_Joined, x, dim % x.dim(), group)
     return y
 
 
 def sliced(x: Tensor, dim: int, group: Any) -> Tensor:
     """This rank's slice, along `dim`, of what all ranks have; the group's size divides `dim`."""
-    y: Tensor = _Sliced.apply(x, dim % x.dim(), group)
+    y: Tensor = _apply(_Sliced, x, dim % x.dim(), group)
     return y
 
 
@@ -93,7 +93,7 @@ class Trade(NamedTuple):
 
 def traded(x: Tensor, trade: Trade, group: Any) -> Tensor:
     """The rows (dim 0) that a rank needs of those that all ranks have, in the order of the whole."""
-    y: Tensor = _Traded.apply(x, trade, group, False)
+    y: Tensor = _apply(_Traded, x, trade, group, False)
     return y
 
 
@@ -105,8 +105,12 @@ def with_added_gradients(group: Any, *tensors: Tensor | None) -> tuple[Any, ...]
     there = [tensor for tensor in tensors if tensor is not None]
     if not there or not any(tensor.requires_grad for tensor in there):
         return tensors
-    results = iter(_AddedGradients.apply(group, *there))
+    results = iter(_apply(_AddedGradients, group, *there))
     return tuple([None if tensor is None else next(results) for tensor in tensors])
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 class _Copied(torch.autograd.Function):
@@ -151,7 +155,7 @@ class _Scattered(torch.autograd.Function):
         size = dist.get_world_size(group)
         # What the ranks get lies one after the other, whichever dimension is scattered.
         parts = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
-        y = parts.new_empty(parts.shape[1:])
+        y: Tensor = parts.new_empty(parts.shape[1:])
         _reduce_scatter(y.view(-1), parts.view(-1), group=group)
         return y
 
@@ -177,7 +181,8 @@ class _Sliced(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         length = x.shape[dim] // dist.get_world_size(group)
         # A copy, so that what is kept for backward is the slice alone.
-        return x.narrow(dim, dist.get_rank(group) * length, length).clone()
+        part: Tensor = x.narrow(dim, dist.get_rank(group) * length, length).clone()
+        return part
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -198,7 +203,7 @@ class _Traded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         trade, group, is_return = ctx.of
-        return _Traded.apply(dy, trade, group, not is_return), None, None, None
+        return _apply(_Traded, dy, trade, group, not is_return), None, None, None
 
 
 class _AddedGradients(torch.autograd.Function):

@@ -347,6 +347,9 @@ class LocalParts:
         """What FP8 modules ask for."""
         return getattr(self, name)
 
+    def _mark_parts(self) -> None:
+        """DTensors tell it themselves."""
+
     def reset_parameters(self) -> None:
         """Raises: UserError."""
         raise UserError(

@@ -233,10 +233,8 @@ def fill_part(
     """Fill a parameter with this rank's part of the full matrix, as `fill` fills it in one process.
 
     All ranks draw the full matrix, so that from the same seed they get parts of the same one. Without a group yet, the
-    part is drawn by itself. The parameter is marked as a part.
+    part is drawn by itself.
     """
-    if parallel is not None:
-        mark_split(parameter, dim, parallel)
     if parallel is None or parallel.rank is None:
         fill(parameter)
         return

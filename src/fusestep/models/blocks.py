@@ -62,7 +62,8 @@ class _WithLayerNorm(nn.Module):
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self._parallel is None:
             return layer_norm(x, weight.shape, weight, bias, EPSILON)
-        return self._parallel.enter(layer_norm(x, weight.shape, *self._parallel.shared(weight, bias), EPSILON))
+        weight, bias = self._parallel.shared(weight, bias)
+        return self._parallel.enter(layer_norm(x, weight.shape, weight, bias, EPSILON))
 
     def implementation(self) -> Choice:
         """What the norm runs as on the device of the parameters, and why; the products are torch's."""

@@ -117,8 +117,8 @@ class LayerNormLinear(Linear, NormedModule):
         total = normed = None
         if self._parallel is not None:
             normed, total = self._normalised(x, residual)
-            results = Linear.forward(self, normed, is_first_microbatch)
-            y, bias = results if self.return_bias else (results, None)
+            product = Linear.forward(self, normed, is_first_microbatch)
+            y, bias = product if self.return_bias else (product, None)
         elif region is None or not region.enabled or not x.numel():
             normed, total = self._normalised(x, residual)
             y = self._in_high_precision(normed, region, not self.return_bias)

@@ -131,10 +131,22 @@ class LayerNormMLP(NormedModule):
         for bias in (self.fc1_bias, self.fc2_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
-        if parallel is not None and self.fc1_bias is not None:
-            mark_split(self.fc1_bias, 0, parallel)
         self._reset_fp8()
         prepare_weights(self, ["fc1_weight", "fc2_weight"])
+        self._mark_parts()
+
+    def _mark_parts(self) -> None:
+        """Say on the parameters of which this rank has a part that it is one."""
+        if self._parallel is None:
+            return
+        mark_split(self.fc1_weight, 0, self._parallel)
+        mark_split(self.fc2_weight, 1, self._parallel)
+        if self.fc1_bias is not None:
+            mark_split(self.fc1_bias, 0, self._parallel)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parts()  # parameters of a copy have no marks
 
     def _fc1_blocks(self) -> tuple[int, ...] | None:
         """The rows of the whole first weight of which each rank gets its part: both halves of a gated activation."""

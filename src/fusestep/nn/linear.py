@@ -140,10 +140,23 @@ class Linear(FP8Module):
             fill_part(weight, lambda full: initialise(full, self.init_method), self._parallel, self.column_blocks, dim)
             if self.has_bias:
                 nn.init.zeros_(getattr(self, part + "bias"))
-                if self._parallel is not None and self.parallel_mode == "column":
-                    mark_split(getattr(self, part + "bias"), 0, self._parallel)
         self._reset_fp8()
         prepare_weights(self, [part + "weight" for part in self.parts])
+        self._mark_parts()
+
+    def _mark_parts(self) -> None:
+        """Say on the parameters of which this rank has a part that it is one."""
+        if self._parallel is None:
+            return
+        is_row = self.parallel_mode == "row"
+        for part in self.parts:
+            mark_split(getattr(self, part + "weight"), 1 if is_row else 0, self._parallel)
+            if self.has_bias and not is_row:
+                mark_split(getattr(self, part + "bias"), 0, self._parallel)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parts()  # parameters of a copy have no marks
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Multiply.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusestep.dispatch import Choice
 from fusestep.distributed.collectives import joined
-from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, tensor_parallel
+from fusestep.distributed.tensor_parallel import TensorParallel, fill_part, mark_split, tensor_parallel
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.ops.cross_entropy_rows import explain
 from fusestep.ops.linear_cross_entropy import WHO, Gradients, linear_cross_entropy
@@ -80,6 +80,17 @@ class LinearCrossEntropy(nn.Linear):
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 fill_part(parameter, lambda full: nn.init.uniform_(full, -bound, bound), self._parallel)
+        self._mark_parts()
+
+    def _mark_parts(self) -> None:
+        """Say on the parameters that this rank has a part of them."""
+        for parameter in (self.weight, self.bias):
+            if parameter is not None and self._parallel is not None:
+                mark_split(parameter, 0, self._parallel)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_parts()  # parameters of a copy have no marks
 
     def forward(self, input: Tensor, target: Tensor, token_weights: Tensor | None = None) -> Tensor:  # type: ignore[override]  # noqa: A002
         """The loss.

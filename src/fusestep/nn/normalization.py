@@ -142,7 +142,8 @@ class LayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:  # noqa: A002 (nn.LayerNorm's name)
         """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, input + residual)."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if self._parallel is not None:
             weight, bias = self._parallel.partial(weight, bias)
         x, total = _cast(input, weight), _cast(residual, weight)
@@ -187,7 +188,7 @@ class RMSNorm(FusedRMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """(…, *normalized_shape) to the same shape in the weight's dtype; with a residual (y, x + residual)."""
-        weight = self.weight
+        weight: Tensor | None = self.weight
         if self._parallel is not None:
             (weight,) = self._parallel.partial(weight)
         x, total = _cast(x, weight), _cast(residual, weight)

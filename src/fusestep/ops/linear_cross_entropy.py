@@ -228,7 +228,8 @@ def linear_cross_entropy(
     parallel = tensor_parallel(WHO, tp_group, sequence_parallel, sequence_dim)
     compiling = torch.compiler.is_compiling()
     if parallel is not None and compiling:
-        return torch.compiler.disable(linear_cross_entropy, reason=_GRAPH_BREAK)(
+        disabled: Any = torch.compiler.disable(linear_cross_entropy, reason=_GRAPH_BREAK)
+        outside: Tensor = disabled(
             x,
             weight,
             target,
@@ -244,6 +245,7 @@ def linear_cross_entropy(
             chunk_tokens=chunk_tokens,
             tp_group=parallel,
         )
+        return outside
     options = checked_options(WHO, ignore_index, label_smoothing, z_loss, softcap, reduction)
     dtype = _check_operands(x, weight, bias, target, token_weights)
     ranks = 1 if parallel is None else parallel.size

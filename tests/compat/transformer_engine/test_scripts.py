@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from fusestep.compat import install, report
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 OWN = Path(__file__).parent / "scripts" / "arithmetic.py"
+SHARED = Path(__file__).parent / "scripts" / "shared.py"
 
 
 DOCUMENT = Path(__file__).parents[4] / "shared" / "seeds" / "004_2846f0dc342a24d0.txt"
@@ -104,6 +107,31 @@ def test_with_the_batch_first_the_same_script_learns_the_rule(
     exec(compile(OWN.read_text(), str(OWN), "exec"), {"__name__": "script"})
     assert losses(capsys.readouterr().out)[-1] < 0.9
     assert report.snapshot().hints == []
+
+
+def test_layers_that_ranks_share_under_torchrun_learn_as_whole_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusestep.run")
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *launch, str(SHARED)],
+        env={**settings, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transformer_engine.pytorch.TransformerLayer by fusestep.nn.TransformerLayer" in done.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    exec(compile(SHARED.read_text(), str(SHARED), "exec"), {"__name__": "script"})
+    wanted, found = losses(capsys.readouterr().out), losses(done.stdout)
+    assert len(found) == 12
+    assert found[:8] == pytest.approx(wanted[:8], rel=2e-6)
+    assert found[8:] == pytest.approx(wanted[8:], rel=5e-3)  # in FP8
+    assert found[-1] < found[0] - 0.1
 
 
 def check_the_tutorial(out: str) -> None:
