@@ -53,6 +53,10 @@ class RanksTable:
         self._known: list[Reference | None] = []
         self._waiting: dict[Reference, None] = {}
         self._reduction: Reduction | None = None
+        self._reduced_by: Reduction | None = None
+        self._numbers: list[int | None] = []
+        self._amaxes: list[Tensor | None] = []
+        self._parts: list[Tensor] = []
 
     def reduce(self, recorded: Sequence[Slots], recipe: DelayedScaling) -> tuple[Reduction, list[Slots], list[Tensor]]:
         """Reduce the amaxes of the table, in one collective that every rank of the group calls.
@@ -74,11 +78,16 @@ class RanksTable:
             raise _captured_too_early()
         states = self._states(recipe)
         reduction = self._reduction_of(states)
-        flag = reduction([None if state is None else state.amax for state in states], bool(self._waiting))
+        numbers = [None if state is None else state.number for state in states]
+        if numbers != self._numbers or reduction is not self._reduced_by:
+            # Made once, since views of a hundred modules' amaxes take the host a while.
+            self._numbers, self._reduced_by = numbers, reduction
+            self._amaxes = [None if state is None else state.amax for state in states]
+            self._parts = [part for part, state in zip(reduction.parts, states, strict=True) if state is not None]
+        flag = reduction(self._amaxes, bool(self._waiting))
         if not is_capturing:
             self._flags.send(flag)
-        there = [(state, part) for state, part in zip(states, reduction.parts, strict=True) if state is not None]
-        return reduction, [state for state, _ in there], [part for _, part in there]
+        return reduction, [state for state in states if state is not None], self._parts
 
     def _take(self, recorded: Sequence[Slots]) -> None:
         """Note where states are that were made anew, and which are in no table yet."""
