@@ -40,17 +40,21 @@ def local_of(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     # `to_local` makes a new object of a parameter's at every call, and does not wait for a collective under way.
-    local: Tensor = tensor._local_tensor
-    if type(local) is Tensor:
-        return local
-    if hasattr(local, "wait"):
-        return cast(Tensor, local.wait())
-    if hasattr(local, "__tensor_flatten__"):
-        names, _ = local.__tensor_flatten__()
-        inner = getattr(local, names[0])
-        if len(names) == 1 and inner.shape == local.shape and inner.dtype == local.dtype:
+    return unwrapped(tensor._local_tensor)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The one tensor that a wrapper of its shape and dtype holds; another tensor as it is."""
+    if type(tensor) is Tensor:
+        return tensor
+    if hasattr(tensor, "wait"):
+        return cast(Tensor, tensor.wait())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = getattr(tensor, names[0])
+        if len(names) == 1 and inner.shape == tensor.shape and inner.dtype == tensor.dtype:
             return cast(Tensor, inner)
-    return local
+    return tensor
 
 
 def mark_shard(tensor: Tensor, group: ProcessGroup) -> None:

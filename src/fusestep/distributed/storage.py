@@ -36,6 +36,7 @@ from fusestep.distributed import groups
 from fusestep.distributed.shards import NAMES, Chunk, Entry, Files, Shards, slices_of
 from fusestep.durable import DurableFile
 from fusestep.errors import UserError
+from fusestep.fp8.tensor import Float8Tensor
 
 Fingerprint = dict[str, int]
 
@@ -244,6 +245,7 @@ def _header(keys: list[str], dtypes: list[torch.dtype], shapes: list[tuple[int, 
 
 def _write_elements(file: DurableFile, tensor: Tensor) -> None:
     """Write the elements in order, from where they lie if that is on the CPU and in order."""
-    host = tensor.detach().cpu().contiguous()
+    plain = groups.unwrapped(tensor.detach())
+    host = (plain.dequantize() if isinstance(plain, Float8Tensor) else plain).cpu().contiguous()
     size = host.numel() * host.element_size()
     file.write((ctypes.c_char * size).from_address(host.data_ptr()))
