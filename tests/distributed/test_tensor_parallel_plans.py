@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fusestep import nn
+from fusestep import explain, nn
 from fusestep.distributed.plans import (
     ColwiseParallel,
     GPTParallel,
@@ -193,6 +193,29 @@ def single_layers(rank: int, size: int) -> None:
         assert isinstance(shared[5], nn.LayerNormMLP)
 
 
+def trades(rank: int, size: int) -> None:
+    """Rows of q, k and v are traded once in a forward and once in a backward, and nothing else asks for them."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    counted = []
+    all_to_all = dist.all_to_all_single
+    dist.all_to_all_single = lambda *given, **options: (counted.append(1), all_to_all(*given, **options))
+    try:
+        for options, expected in (({}, 0), ({"fuse_qkv_params": True, "qkv_weight_interleaved": False}, 2)):
+            layer = nn.TransformerLayer(16, 32, 4, hidden_dropout=0.0, **options)
+            parallelize_module(layer, mesh, plan(layer))
+            for recipe in (None, Float8CurrentScaling()):
+                with fp8_autocast(enabled=recipe is not None, recipe=recipe):
+                    y = layer(torch.randn(2, 16, 16))
+                assert len(counted) == expected  # weight and bias
+                y.sum().backward()
+                assert len(counted) == 2 * expected
+                counted.clear()
+            assert len(str(explain(layer))) > 0
+            assert not counted
+    finally:
+        dist.all_to_all_single = all_to_all
+
+
 def mistakes(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
 
@@ -222,7 +245,7 @@ def mistakes(rank: int, size: int) -> None:
 
 
 def by_themselves(rank: int, size: int, wanted: Wanted) -> None:
-    for one in (single_layers, mistakes):
+    for one in (single_layers, trades, mistakes):
         torch.manual_seed(1234)
         one(rank, size)
     over_one_mesh(rank, size, wanted)

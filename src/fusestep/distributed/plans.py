@@ -15,7 +15,8 @@ is torch's to torch. The others share a module with all its layers.
 
 A weight that holds several matrices (q, k and v; both halves of a gated activation) is cut where DTensor cuts it, into
 equal parts of its rows, so a rank has to trade rows with others before it multiplies: all to all, of the weight's part,
-in each forward and backward. Weights in several parameters, and rows that go group by group, need no trade.
+in each forward and backward. So is such a module's attribute `weight`, which all ranks have to ask for together; ask
+`named_parameters()` for the DTensor. Weights in several parameters, and rows that go group by group, need no trade.
 """
 
 from __future__ import annotations
@@ -346,6 +347,11 @@ class LocalParts:
     def _parameter(self, name: str) -> Any:
         """What FP8 modules ask for."""
         return getattr(self, name)
+
+    def _first_weight(self) -> Any:
+        """A weight that tells device and dtype, whole: its part may have to be traded for."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        return next(one for one in parameters.values() if one is not None and one.dim() == 2)
 
     def _mark_parts(self) -> None:
         """DTensors tell it themselves."""
