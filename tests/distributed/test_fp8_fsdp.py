@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusestep import fp8
+from fusestep.distributed.storage import write_shards
 from fusestep.errors import UserError
 from fusestep.fp8.copies import CopyFormat, WeightCopies
 from fusestep.fp8.gathered import GatheredWeight
@@ -249,7 +251,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
 
 
-def check_saving(rank: int, state: dict[str, Tensor] | None) -> dict[str, Any]:
+def check_saving(rank: int, state: dict[str, Tensor] | None, folder: Path | None = None) -> dict[str, Any]:
     """The state after three steps, of a fresh model or of one that takes up a state of any number of ranks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -266,6 +268,12 @@ def check_saving(rank: int, state: dict[str, Tensor] | None) -> dict[str, Any]:
         pass
     plain = {type(value.to_local()).__name__ for value in model.state_dict().values() if hasattr(value, "to_local")}
     saved = copy.deepcopy(whole_state(model))
+    if folder is not None:
+        written = write_shards(folder, model.state_dict())
+        if written is not None:
+            read = written[0].whole({name: name for name in written[0].entries})
+            assert {name: value.shape for name, value in read.items()} == {n: v.shape for n, v in saved.items()}
+            assert all(torch.equal(read[name], value) for name, value in saved.items())
     return {"losses": losses, "state": saved, "plain": plain, "more": losses_of(rank, model, recipe, 3, False)}
 
 
@@ -288,19 +296,19 @@ def check_meta(rank: int) -> dict[str, Any]:
     }
 
 
-def check_two(rank: int) -> dict[str, Any]:
+def check_two(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "bytes": check_bytes(rank),
         "wire": check_wire(rank),
         "training": check_training(rank),
-        "saving": check_saving(rank, None),
+        "saving": check_saving(rank, None, folder),
         "meta": check_meta(rank),
     }
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(check_two, 2)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(check_two, 2, tmp_path_factory.mktemp("shards"))
 
 
 def test_gathered_bytes_are_those_of_a_cast_of_the_whole(two: list[dict[str, Any]]) -> None:

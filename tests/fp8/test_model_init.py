@@ -19,6 +19,7 @@ from fusestep.fp8 import (
     MXFP8BlockScaling,
     fp8_model_init,
 )
+from fusestep.fp8.gathered import GatheredWeight
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.recipes import Recipe
 from fusestep.fp8.tensor import Float8Tensor, quantized_weight
@@ -271,3 +272,18 @@ def test_other_optimizers_step_the_values(recipe: Recipe) -> None:
     torch.optim.AdamW(module.parameters(), lr=0.1).step()
     assert isinstance(module.weight, Float8Tensor)
     assert not torch.equal(fp8(module).dequantize(), before)
+
+
+def test_room_for_a_shard_is_of_the_weight_and_everything_else_is_plain() -> None:
+    with fp8_model_init(recipe=Float8CurrentScaling()):
+        weight = Layer().weight
+    shard = weight.detach().new_zeros(3, 21)
+    assert type(shard) is GatheredWeight
+    assert (shard.dtype, tuple(shard.shape)) == (torch.bfloat16, (3, 21))
+    assert type(weight.detach().new_zeros((3, 21), dtype=torch.int64)) is torch.Tensor
+    assert type(weight.detach().new_zeros(7)) is torch.Tensor
+    same = torch.as_strided(weight.detach(), (37, 21), (21, 1), 0)
+    assert type(same) is Float8Tensor
+    assert same.quantized is weight.quantized
+    corner = torch.as_strided(weight.detach(), (2, 3), (21, 1), 22)
+    assert torch.equal(corner, weight.dequantize()[1:3, 1:4])

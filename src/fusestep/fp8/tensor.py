@@ -259,7 +259,8 @@ def _as_strided(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: in
 
 def _new_zeros(tensor: Float8Tensor, size: Any, **options: Any) -> Tensor:
     """Room for a shard of it, as FSDP2 asks for: in the nominal dtype, gathered in FP8. Else a plain tensor."""
-    made = torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **options})
+    wanted = {name: value for name, value in options.items() if value is not None}
+    made = torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **wanted})
     is_shard = len(size) == 2 and size[1] == tensor.shape[1] and made.dtype == tensor.dtype
     if not is_shard or tensor.form.kind == "microblocks":
         return made
