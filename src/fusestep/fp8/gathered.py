@@ -163,6 +163,10 @@ class GatheredWeight(Tensor):
         """(the whole weight, what of its memory FSDP2 frees and gives again); with `out` that is written anew."""
         (data,) = all_gather_outputs
         scale_inv, shape = metadata
+        if scale_inv.is_cuda:
+            # Made in the stream that casts and gathers ahead, which must not have its memory back before products here
+            # have read it.
+            scale_inv.record_stream(torch.cuda.current_stream(scale_inv.device))
         known = None if out is None else out.quantized  # type: ignore[attr-defined]
         whole, own = whole_quantized(data, scale_inv, shape, self.scaled.form, known)
         if out is not None:
