@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import convert
+from fusestep.convert import causal_loss
 from fusestep.convert.causal_loss import FusedCausalLM
 from fusestep.convert.deferred import DeferredLogits, _Step, form_of
 from fusestep.errors import UserError
@@ -354,6 +355,23 @@ def test_meta_models_and_models_in_fp8_are_converted_too() -> None:
     assert isinstance(model(**batch()).logits, DeferredLogits)
     report.undo()
     assert type(model) is CausalLM
+
+
+def test_of_a_large_head_a_part_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin of a whole one, in several dtypes and with its gradients, might not fit where the model does."""
+    widths: list[int] = []
+    real = DeferredLogits.of
+    monkeypatch.setattr(
+        DeferredLogits, "of", classmethod(lambda cls, x, head: (widths.append(x.shape[-1]), real(x, head))[1])
+    )
+    monkeypatch.setattr(causal_loss, "MOST_TRIED", 10 * VOCABULARY)
+    model = made(bias=True, tied=False)
+    report = convert(model)
+    assert row(report).became == "FusedCausalLM"
+    assert set(widths) == {10}
+    model(**batch()).loss.backward()
+    assert widths[-1] == WIDTH
+    assert model.lm_head.weight.shape == model.lm_head.weight.grad.shape == (VOCABULARY, WIDTH)
 
 
 @pytest.mark.parametrize(

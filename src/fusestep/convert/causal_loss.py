@@ -26,8 +26,8 @@ from fusestep.ops.linear_cross_entropy import WHO
 
 _APART = "head and loss stay apart"
 
-#: Of a head with more elements than this a trial takes fewer tokens.
-LARGE = 2**26
+#: A trial takes about so many elements of a head, in whole columns: a twin of a large one would not fit beside it.
+MOST_TRIED = 2**24
 
 
 class FusedCausalLM(Kind):
@@ -186,11 +186,13 @@ class _Hidden:
 
 
 def _strip(twin: nn.Module) -> None:
-    """Leave the head of a model alone, and have it train."""
-    head = _head_of(twin)
+    """Leave the head of a model alone, narrow if it is large, and have it train."""
+    head: Any = _head_of(twin)
     for name, child in twin._modules.items():
         if child is not None and child is not head:
             twin._modules[name] = _Passing(child._modules)
+    columns = max(8, MOST_TRIED // head.weight.shape[0])
+    head._parameters["weight"] = nn.Parameter(head.weight.detach()[:, :columns], head.weight.requires_grad)
     twin.training = True
 
 
@@ -198,7 +200,7 @@ def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     """The mean over tokens, some of them ignored, and the sum over a number of items that the caller knows."""
     head: Any = _head_of(module)
     takes = inspect.signature(module.forward).parameters
-    shape = (3, 21) if head.weight.numel() <= LARGE else (2, 5)
+    shape = (3, 21)
     labels = torch.randint(head.weight.shape[0], shape, generator=probe.generator, device="cpu")
     labels[0, 1], labels[1, 2:4] = -100, -100
     given: dict[str, Any] = {"labels": labels.to(probe.device)}
