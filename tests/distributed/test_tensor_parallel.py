@@ -18,6 +18,7 @@ from fusestep.distributed.tensor_parallel import TensorParallel, own_stream
 from fusestep.errors import UserError
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_autocast
 from fusestep.nn import LinearCrossEntropy
+from fusestep.optim import FusedAdam
 from harness import run_ranks
 
 WIDTH, FFN, HEADS, BATCH, LENGTH = 24, 56, 8, 3, 12
@@ -364,6 +365,37 @@ def fp8(rank: int, size: int) -> None:
                     assert error(found, wanted) < 0.1, place
 
 
+def steps(rank: int, size: int) -> None:
+    """An optimizer that clips by the norm of the whole model's gradient leaves the ranks' parts as one process's."""
+    split = {"self_attention.proj.weight": (1, WIDTH), "layernorm_mlp.fc2_weight": (1, FFN)}
+    split |= {f"self_attention.layernorm_qkv.{name}_{what}": (0, WIDTH)
+              for name in ("query", "key", "value") for what in ("weight", "bias")}  # fmt: skip
+    split |= {f"layernorm_mlp.fc1_{what}": (0, FFN) for what in ("weight", "bias")}
+    for parallel in (False, True):
+        norms, made = [], []
+        for group in (None, dist.group.WORLD):
+            torch.manual_seed(9)
+            layer = nn.TransformerLayer(
+                WIDTH, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, tp_group=group, sequence_parallel=parallel
+            )
+            optimizer = FusedAdam(layer.parameters(), lr=1e-2, max_grad_norm=0.3)
+            dim = 1 if parallel and group is not None else None
+            for _ in range(4):
+                x = torch.randn(BATCH, LENGTH, WIDTH)
+                y = layer(slice_of(x, rank, size, dim))
+                optimizer.zero_grad()
+                (y * slice_of(x.flip(0), rank, size, dim)).mean().mul(1 if dim is None else 1 / size).backward()
+                optimizer.step()
+                norms.append(float(optimizer.last_grad_norm))
+            made.append(layer)
+        assert norms[4:] == pytest.approx(norms[:4], rel=1e-5)
+        whole = dict(made[0].named_parameters())
+        for name, parameter in made[1].named_parameters():
+            if name.endswith("key_bias"):
+                continue  # its gradient is 0, of whose rounding Adam makes whole steps
+            assert error(parameter, part_of(whole[name], split.get(name), rank, size)) < 1e-5, name
+
+
 def mistakes(rank: int, size: int) -> None:
     """One sentence with the mend, on every rank, before anything is sent."""
     group = dist.group.WORLD
@@ -409,15 +441,28 @@ def mistakes(rank: int, size: int) -> None:
     assert nn.Linear(4, 4, parallel_mode="row")._parallel is None
 
 
-def everything(rank: int, size: int) -> None:
-    for one in (linears, blocks, initial_values, collectives, dropout, fp8, mistakes):
+def checks(rank: int, size: int, names: list[str]) -> None:
+    for name in names:
         torch.manual_seed(1234)
-        one(rank, size)
+        globals()[name](rank, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_shared_modules_compute_what_whole_ones_do(size: int) -> None:
-    run_ranks(everything, size, size)
+#: What differs between two and four ranks, and what does not.
+QUICK = ["linears", "initial_values", "collectives", "mistakes"]
+LONG = ["blocks", "dropout", "fp8", "steps"]
+
+
+def test_two_ranks_compute_what_one_does() -> None:
+    run_ranks(checks, 2, 2, QUICK + LONG)
+
+
+def test_four_ranks_compute_what_one_does() -> None:
+    run_ranks(checks, 4, 4, QUICK)
+
+
+@pytest.mark.endurance
+def test_blocks_of_four_ranks_compute_what_one_does() -> None:
+    run_ranks(checks, 4, 4, LONG, timeout=300)
 
 
 def test_a_group_is_wanted_before_torch_has_any() -> None:
