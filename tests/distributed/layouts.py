@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-IN, WIDTH, OUT, ROWS = 7, 12, 3, 8
+IN, WIDTH, OUT, ROWS = 7, 12, 3, 12
 
 
 class Net(nn.Module):

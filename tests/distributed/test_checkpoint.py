@@ -86,13 +86,13 @@ class Run:
 
 
 def saved(rank: int, kinds: Sequence[str], folder: Path) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """Save after three steps, under the kind's name; returns what was saved, put together, and the next two losses."""
+    """Save after two steps, under the kind's name; returns what was saved, put together, and the next loss."""
     results = []
     for kind in kinds:
         run = Run(kind)
-        run.train(3)
-        run.save(folder / kind, 3)
-        results.append((run.whole(), run.train(2, first=3)))
+        run.train(2)
+        run.save(folder / kind, 2)
+        results.append((run.whole(), run.train(1, first=2)))
     return results
 
 
@@ -111,12 +111,12 @@ def loaded(
             own = now[name]
             here, wanted = (own.to_local(), value[own_part(own)]) if isinstance(own, DTensor) else (own, value)
             assert torch.equal(here, wanted), (folder, name)
-        assert (found.step, found.config, state["position"]) == (3, {"seed": 7}, 9)
+        assert (found.step, found.config, state["position"]) == (2, {"seed": 7}, 6)
         assert torch.equal(state["rng"], torch.arange(5))
-        assert int(run.optimizer.applied_steps) == 3
+        assert int(run.optimizer.applied_steps) == 2
         results.append((found.processes, checkpoint.own_state(state)))
         if kind == "alone" or folder == folders[-1]:
-            assert run.train(2, first=3) == pytest.approx(losses, rel=1e-6), folder
+            assert run.train(1, first=2) == pytest.approx(losses, rel=1e-6), folder
     return results
 
 
@@ -231,7 +231,7 @@ def test_a_process_that_is_killed_leaves_the_last_good_checkpoint(tmp_path: Path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize(("culprit", "place"), [(1, "shard-00001"), (0, "state.pt")])
+@pytest.mark.parametrize(("culprit", "place"), [(1, "shard-00001"), (0, "tensors.json")])
 def test_a_full_disk_of_one_process_is_told_by_all(tmp_path: Path, culprit: int, place: str) -> None:
     sentences = run_ranks(save_and_fail, 2, tmp_path, culprit, fill_at, place)
     for rank, sentence in enumerate(sentences):
@@ -267,12 +267,12 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path: 
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     run_ranks(saved, 2, ["fsdp"], folder)
-    return folder / "fsdp" / "checkpoints" / "step-00000003"
+    return folder / "fsdp" / "checkpoints" / "step-00000002"
 
 
 @pytest.fixture
 def copied(sharded: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints" / "step-00000003"
+    path = tmp_path / "checkpoints" / "step-00000002"
     path.mkdir(parents=True)
     for file in sharded.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
@@ -308,8 +308,17 @@ def test_a_damaged_sharded_checkpoint_is_named(copied: Path, name: str, how: str
         (copied / name).unlink()
     else:
         (copied / name).write_bytes(content[:100] if how == "truncated" else content)
-    with pytest.raises(checkpoint.DamagedCheckpointError, match=f"step-00000003 is damaged \\({words}.*earlier one"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=f"step-00000002 is damaged \\({words}.*earlier one"):
         checkpoint.read(copied)
+
+
+def test_a_manifest_that_names_files_elsewhere_is_damaged(copied: Path) -> None:
+    manifest = json.loads((copied / "checkpoint.json").read_text())
+    for elsewhere in ("../secret", "/etc/passwd"):
+        files = {**manifest["files"], elsewhere: {"bytes": 1, "crc32": 1}}
+        (copied / "checkpoint.json").write_text(json.dumps({**manifest, "files": files}))
+        with pytest.raises(checkpoint.DamagedCheckpointError, match=r"checkpoint\.json cannot be read"):
+            checkpoint.read(copied)
 
 
 def index_with(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -335,7 +344,7 @@ def index_with(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], 
 def test_an_index_that_this_program_did_not_write_is_refused(copied: Path, changed: Callable[[bytes], bytes]) -> None:
     rewrite(copied, "tensors.json", changed((copied / "tensors.json").read_bytes()))
     with pytest.raises(
-        checkpoint.DamagedCheckpointError, match=r"step-00000003 is no .*\(tensors\.json cannot be read"
+        checkpoint.DamagedCheckpointError, match=r"step-00000002 is no .*\(tensors\.json cannot be read"
     ):
         checkpoint.read(copied)
 
@@ -366,10 +375,10 @@ def test_nothing_of_a_checkpoint_is_unpickled(copied: Path, tmp_path: Path) -> N
 def test_a_foreign_shard_is_named(copied: Path) -> None:
     rewrite(copied, SHARD, b"garbage of somebody else")
     found = checkpoint.read(copied)
-    with pytest.raises(checkpoint.DamagedCheckpointError, match=rf"step-00000003 .*{SHARD} cannot be read"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=rf"step-00000002 .*{SHARD} cannot be read"):
         found.weights()
     run = Run("alone")
-    with pytest.raises(checkpoint.DamagedCheckpointError, match=rf"step-00000003 .*{SHARD} cannot be read"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=rf"step-00000002 .*{SHARD} cannot be read"):
         checkpoint.restore(found, run.model, run.optimizer)
 
 
@@ -387,18 +396,18 @@ def look(rank: int, folder: Path) -> tuple[Any, Any]:
 
 
 def test_all_processes_pass_over_a_damaged_checkpoint_and_refuse_another_models(copied: Path) -> None:
-    newer = copied.with_name("step-00000004")
+    newer = copied.with_name("step-00000003")
     newer.mkdir()
     for file in copied.iterdir():
         (newer / file.name).write_bytes(file.read_bytes())
     (newer / SHARD).unlink()
     run = copied.parent.parent
     results = run_ranks(look, 2, run)
-    assert [step for step, _ in results] == [3, 3]
+    assert [step for step, _ in results] == [2, 2]
     assert all("of another model: embedding.weight is (13, 8) there and (13, 16) here" in words for _, words in results)
     manifest = json.loads((newer / "checkpoint.json").read_text())
     (newer / "checkpoint.json").write_text(json.dumps({**manifest, "schema": checkpoint.SHARDED_SCHEMA + 1}))
-    with pytest.raises(UserError, match="step-00000004 has schema 3 and this version reads up to 2; upgrade fusestep"):
+    with pytest.raises(UserError, match="step-00000003 has schema 3 and this version reads up to 2; upgrade fusestep"):
         checkpoint.newest(run)
 
 

@@ -149,20 +149,15 @@ def save(
         rest, sharded = parts_of.taken_apart(rest, REST)
         named = {f"{MODEL}.{name}": tensor.detach() for name, tensor in plain_names(weights).items()}
         with writing(run, step):
-            written = write_shards(temporary, named | sharded)
-            if written is not None:
-                shards, fingerprints = written
-                files.update(fingerprints)
-                with DurableFile(temporary / INDEX) as file:
-                    file.write(json.dumps(shards.to_json(), separators=(",", ":")).encode())
-                files[INDEX] = file.fingerprint()
+            written.append(write_shards(temporary, named | sharded))
 
     def finish() -> None:
         if not is_first:
             return
         with writing(run, step):
-            if not is_sharded:
-                files[WEIGHTS] = _write_weights(temporary, weights)
+            files = {} if is_sharded else {WEIGHTS: _write_weights(temporary, weights)}
+            for shards, fingerprints in filter(None, written):
+                files |= {**fingerprints, INDEX: _write_index(temporary, shards)}
             with DurableFile(temporary / STATE) as file:
                 torch.save(rest, cast(IO[bytes], file))
             files[STATE] = file.fingerprint()
@@ -179,7 +174,7 @@ def save(
         for old in complete(run)[:-KEPT] if is_first else ():
             discard(old)
 
-    files: dict[str, dict[str, int]] = {}
+    written: list[tuple[Shards, dict[str, dict[str, int]]] | None] = []
     try:
         every(begin, doing)
         if is_sharded:
@@ -206,6 +201,12 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, int
     with DurableFile(folder / WEIGHTS) as file:
         host = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_names(weights).items()}
         file.write(safetensors.torch.save(host, {"format": "pt"}))
+    return file.fingerprint()
+
+
+def _write_index(folder: Path, shards: Shards) -> dict[str, int]:
+    with DurableFile(folder / INDEX) as file:
+        file.write(json.dumps(shards.to_json(), separators=(",", ":")).encode())
     return file.fingerprint()
 
 
@@ -256,7 +257,7 @@ def read(path: Path, *, together: bool = False) -> Checkpoint:
     Raises: DamagedCheckpointError.
     """
     found: Checkpoint | None = None
-    trouble: DamagedCheckpointError | None = None
+    trouble: Exception | None = None
     try:
         found, files = _manifest(path)
         own = sorted(files)[groups.rank() :: groups.world_size()] if together else sorted(files)
@@ -265,7 +266,7 @@ def read(path: Path, *, together: bool = False) -> Checkpoint:
                 raise DamagedCheckpointError(f"checkpoint {path} is damaged ({name} {how}); use an earlier one.")
         if found.schema > SCHEMA:
             found = replace(found, shards=_index(path, files))
-    except DamagedCheckpointError as error:
+    except (DamagedCheckpointError, OSError) as error:
         trouble = error
     troubles = groups.gathered(trouble) if together else [trouble]
     if first := next((one for one in troubles if one is not None), None):
@@ -285,8 +286,9 @@ def _manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
                 "fusestep."
             )
         files = {str(name): (int(of["bytes"]), int(of["crc32"])) for name, of in manifest["files"].items()}
-        parts = [dict(manifest[part]) for part in ("config", "model", "data")]
-        config, model, data = parts
+        if any(Path(name).name != name for name in files):
+            raise ValueError("a file of a checkpoint is elsewhere")
+        config, model, data = (dict(manifest[part]) for part in ("config", "model", "data"))
         processes = int(manifest.get("processes", 1))
         found = Checkpoint(path, int(manifest["step"]), config, model, data, processes, schema)
     except NewerSchemaError:
