@@ -115,20 +115,20 @@ class Branches(nn.Module):
 
 
 @contextmanager
-def counted_collectives() -> Iterator[list[int]]:
-    """The sizes of the all-reduces of within."""
+def counted_collectives(name: str = "all_reduce") -> Iterator[list[int]]:
+    """The sizes of the all-reduces of within, or of all-gathers."""
     sizes: list[int] = []
-    real = torch.distributed.all_reduce
+    real = getattr(torch.distributed, name)
 
-    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        sizes.append(tensor.numel())
-        return real(tensor, *args, **options)
+    def counting(*args: Any, **options: Any) -> Any:
+        sizes.append(args[name != "all_reduce"].numel())
+        return real(*args, **options)
 
-    torch.distributed.all_reduce = counting
+    setattr(torch.distributed, name, counting)
     try:
         yield sizes
     finally:
-        torch.distributed.all_reduce = real
+        setattr(torch.distributed, name, real)
 
 
 def snapshot(model: nn.Module) -> dict[str, tuple[list[Any], ...]]:
@@ -162,12 +162,12 @@ def train(
 def check_amaxes(rank: int) -> dict[str, Any]:
     """Each amax of the input is the largest of the ranks', and so in every history."""
     model = Branches()
-    with counted_collectives() as sizes:
+    with counted_collectives() as sizes, counted_collectives("all_gather") as exchanged:
         seen = train(rank, model, 6)
     wanted = [max(inputs(one, step).abs().max().item() for one in range(world())) for step in range(6)]
     newest = [state["a"][1][0][step % 4] for step, state in enumerate(seen)]
     # Three slots of each Linear, six of the MLP, and a flag; nothing at the first region, two for each step.
-    return {"seen": seen, "right": newest == pytest.approx(wanted, rel=0), "sizes": sizes}
+    return {"seen": seen, "right": newest == pytest.approx(wanted, rel=0), "sizes": sizes, "exchanged": exchanged}
 
 
 def world() -> int:
@@ -376,6 +376,7 @@ def test_amaxes_are_the_largest_of_the_ranks_in_one_collective(two: list[dict[st
     for one in two:
         assert one["amaxes"]["right"]
         assert one["amaxes"]["sizes"] == [3 + 3 + 6 + 1] * 11
+        assert len(one["amaxes"]["exchanged"]) == 2  # hosts speak once: how long their words are, and the words
 
 
 def test_a_module_that_ran_on_one_rank_only_has_the_same_scales_on_all(two: list[dict[str, Any]]) -> None:
