@@ -88,12 +88,13 @@ def test_json_is_all_of_stdout(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == json.loads((tmp_path / "ladder" / "ladder.json").read_text())
 
 
-def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(tmp_path: Path) -> None:
-    done = call("--data", "text:/no/such/folder", folder=tmp_path)
+@pytest.mark.parametrize(("option", "value"), [("--data", "text:/no/such/folder"), ("--model", "no_such_module:model")])
+def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(option: str, value: str, tmp_path: Path) -> None:
+    done = call(option, value, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("fusestep ladder: ")
     assert done.stderr.count("\n") == 1
-    assert "/no/such/folder" in done.stderr
+    assert value.partition(":")[0 if option == "--model" else 2] in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

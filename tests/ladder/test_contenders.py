@@ -24,7 +24,7 @@ from fusestep.ladder.results import ContenderResult
 from fusestep.ladder.subject import BuiltIn
 from fusestep.ladder.torch_step import native_step
 from fusestep.ladder.verdict import conclude
-from fusestep.ladder.words import remarks_of
+from fusestep.ladder.words import numbers_of, remarks_of
 from fusestep.models import GPTConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -201,7 +201,10 @@ def test_contenders_are_in_every_file_and_in_the_table(measured: Ladder) -> None
     plain = json.loads(json.dumps(report.as_dict(measured), allow_nan=False))
     first, _, quack = plain["contenders"]
     assert first["step_ms"] == measured.contenders[0].step.median  # type: ignore[union-attr]
-    assert first["numbers"] == "FP32, weights FP32"
+    assert first["numbers"] == "FP32, weights and moments FP32"
+    assert plain["rungs"][1]["numbers"] == "BF16, weights and moments FP32"
+    te = contenders_of_peer("te", CPU)[0].attempts[0]
+    assert numbers_of(te) == "FP8, weights BF16, moments and masters FP32"
     assert quack["status"] == "not installed"
     assert plain["rungs"][1]["native"] == "native-amp"
     assert plain["rungs"][1]["gain_over_native"] == pytest.approx(measured.rungs[1].beside["native-amp"].gain.ratio)  # type: ignore[union-attr]

@@ -264,7 +264,7 @@ def test_tokens_are_ids_else_samples() -> None:
         ("counting", "gives other weights at every call"),
         ("frozen", "gives a model with nothing to train"),
         ("no_batches", "gives a Linear without a token embedding, so nothing is known of its batches"),
-        ("Half", r"gives a Half without batch and loss; let it return a torch.nn.Module, or an object with model"),
+        ("Half", r"gives a Half without batch, loss; let it return a torch.nn.Module, or an object with model"),
         ("no_model", r"model of own_models:no_model\(\) is a str"),
         ("vector", r"the loss of own_models:vector is of shape \(5,\); return a tensor of one element"),
         ("words", r"batch\(0, generator\) of own_models:words gives list without a tensor"),

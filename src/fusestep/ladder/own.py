@@ -123,7 +123,7 @@ class Own:
         lacking = [name for name in ("model", "batch", "loss") if not hasattr(made, name)]
         if lacking:
             raise UserError(
-                f"--model: {self.name}() gives a {type(made).__name__} without {' and '.join(lacking)}; let it return "
+                f"--model: {self.name}() gives a {type(made).__name__} without {', '.join(lacking)}; let it return "
                 "a torch.nn.Module, or an object with model, batch(step, generator) and loss(model, batch)."
             )
         if not isinstance(made.model, nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from fusestep.ladder import page_tables
 from fusestep.ladder.charts import Curves, curves_of, relative_to_first, ticks
 
 #: How many colours the style sheet has; lines beyond them are dashed.
@@ -38,8 +39,8 @@ def draw(plain: Mapping[str, Any]) -> str:
     return environment.get_template("ladder.html").render(
         title=plain["title"],
         verdict=plain["verdict"],
-        table=_table(rungs, contenders),
-        contenders=_contenders(contenders),
+        table=page_tables.table(rungs, contenders),
+        contenders=page_tables.contenders(contenders),
         charts=[
             chart
             for chart in (
@@ -50,7 +51,7 @@ def draw(plain: Mapping[str, Any]) -> str:
             )
             if chart
         ],
-        kernels=_kernels([*rungs, *contenders]),
+        kernels=page_tables.kernels([*rungs, *contenders]),
         plots=_plots(rungs),
         remarks=plain["remarks"],
         logs=[(rung["name"], rung["log"]) for rung in (*rungs, *contenders) if rung["log"]],
@@ -58,109 +59,6 @@ def draw(plain: Mapping[str, Any]) -> str:
         environment=_in_words(plain["environment"]),
         plan=_in_words({**plain["plan"], **({} if ceilings is None else {"ceilings": ceilings})}),
     )
-
-
-def _table(rungs: Sequence[Rung], contenders: Sequence[Rung]) -> dict[str, Any]:
-    """Columns and cells; a column of which no rung has a value is left out."""
-    peers = list(dict.fromkeys(one["library"] for one in contenders if one["library"]))
-    natives = ["native"] if any(one["kind"] == "native" for one in contenders) else []
-    titles = {"native": "over native", **{peer: f"over {peer}" for peer in peers}}
-    columns: list[tuple[str, bool, list[tuple[Any, str]]]] = [
-        ("rung", False, [(rung["name"], rung["name"]) for rung in rungs]),
-        ("verdict", False, [(rung["decision"], rung["decision"] or "") for rung in rungs]),
-        ("step ms", True, [_figure(rung["step_ms"], "{:.2f}", missing=_missing(rung)) for rung in rungs]),
-        ("quartiles", True, [(rung["step_ms_quartile_1"], _quartiles(rung)) for rung in rungs]),
-        ("over first", True, [(rung["gain_over_first"], _gain(rung, "over_first")) for rung in rungs]),
-        ("over previous", True, [(rung["gain_over_previous"], _gain(rung, "over_previous")) for rung in rungs]),
-        *(
-            (titles[name], True, [(rung[f"gain_over_{name}"], _gain(rung, f"over_{name}")) for rung in rungs])
-            for name in (*natives, *peers)
-        ),
-        ("tokens/s", True, [_figure(rung["tokens_per_s"], "{:,.0f}") for rung in rungs]),
-        ("peak MiB", True, [_figure(rung["peak_bytes"], "{:,.0f}", 2**20) for rung in rungs]),
-        ("first step ms", True, [_figure(rung["first_step_ms"], "{:,.0f}") for rung in rungs]),
-        ("host ms", True, [_figure(rung["host_ms"], "{:.2f}") for rung in rungs]),
-        ("device ms", True, [_figure(rung["device_ms"], "{:.2f}") for rung in rungs]),
-        ("TFLOP/s", True, [_figure(rung["flops_per_s"], "{:,.3g}", 1e12) for rung in rungs]),
-        ("of a product's", True, [_figure(rung["of_product_ceiling"], "{:.0%}") for rung in rungs]),
-        ("GB/s", True, [_figure(rung["bytes_per_s"], "{:,.3g}", 1e9) for rung in rungs]),
-        ("of a copy's", True, [_figure(rung["of_copy_ceiling"], "{:.0%}") for rung in rungs]),
-        ("loss off by", True, [_figure(rung["loss_deviation"], "{:.4%}") for rung in rungs]),
-        ("gate", False, [(rung["gate_passed"], _gate(rung)) for rung in rungs]),
-        ("fused part runs as", False, [(rung["runs_as"], rung["runs_as"] or "") for rung in rungs]),
-    ]
-    return _cells(columns, len(rungs))
-
-
-def _cells(columns: Sequence[tuple[str, bool, list[tuple[Any, str]]]], rows: int) -> dict[str, Any]:
-    shown = [column for column in columns if any(text for _, text in column[2])]
-    return {
-        "columns": [{"title": title, "is_number": is_number} for title, is_number, _ in shown],
-        "rows": [
-            [
-                {"value": "" if value is None else value, "text": text, "is_number": is_number}
-                for _, is_number, cells in shown
-                for value, text in [cells[place]]
-            ]
-            for place in range(rows)
-        ],
-    }
-
-
-def _contenders(contenders: Sequence[Rung]) -> dict[str, Any] | None:
-    """What stands beside the rungs, with its own figures; None where nothing does."""
-    if not contenders:
-        return None
-    columns: list[tuple[str, bool, list[tuple[Any, str]]]] = [
-        ("beside", False, [(one["name"], one["name"]) for one in contenders]),
-        ("version", False, [(one["version"], one["version"] or "") for one in contenders]),
-        ("numbers", False, [(one["numbers"], one["numbers"]) for one in contenders]),
-        ("status", False, [(one["status"], one["status"]) for one in contenders]),
-        ("step ms", True, [_figure(one["step_ms"], "{:.2f}") for one in contenders]),
-        ("quartiles", True, [(one["step_ms_quartile_1"], _quartiles(one)) for one in contenders]),
-        ("tokens/s", True, [_figure(one["tokens_per_s"], "{:,.0f}") for one in contenders]),
-        ("peak MiB", True, [_figure(one["peak_bytes"], "{:,.0f}", 2**20) for one in contenders]),
-        ("first step ms", True, [_figure(one["first_step_ms"], "{:,.0f}") for one in contenders]),
-        ("host ms", True, [_figure(one["host_ms"], "{:.2f}") for one in contenders]),
-        ("device ms", True, [_figure(one["device_ms"], "{:.2f}") for one in contenders]),
-        ("TFLOP/s", True, [_figure(one["flops_per_s"], "{:,.3g}", 1e12) for one in contenders]),
-        ("of a product's", True, [_figure(one["of_product_ceiling"], "{:.0%}") for one in contenders]),
-        ("first losses off by", True, [_figure((one["check"] or {}).get("deviation"), "{:.4%}") for one in contenders]),
-    ]
-    return _cells(columns, len(contenders))
-
-
-def _kernels(measured: Sequence[Rung]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """What takes the time, of each that was profiled."""
-    return [(one["name"], one["kernels"]) for one in measured if one.get("kernels")]
-
-
-def _figure(value: float | None, form: str, unit: float = 1.0, missing: str = "") -> tuple[float | None, str]:
-    return value, missing if value is None else form.format(value / unit)
-
-
-def _missing(rung: Rung) -> str:
-    if rung["failure"] is not None:
-        return "did not run"
-    return "changes nothing" if rung.get("unchanged") is not None else ""
-
-
-def _quartiles(rung: Rung) -> str:
-    low, high = rung["step_ms_quartile_1"], rung["step_ms_quartile_3"]
-    return "" if low is None or high is None else f"{low:.2f}–{high:.2f}"
-
-
-def _gain(rung: Rung, over: str) -> str:
-    ratio, low, high = (rung[f"gain_{over}{end}"] for end in ("", "_low", "_high"))
-    claim = rung[f"claim_{over}"]
-    if ratio is None:
-        return "" if claim is None else "no claim"
-    interval = "" if low is None else f" ({low:.2f}–{high:.2f})"
-    return f"{ratio:.2f}×{interval}" + (" no claim" if claim == "none" else "")
-
-
-def _gate(rung: Rung) -> str:
-    return {None: "", True: "passed", False: "failed"}[rung["gate_passed"]]
 
 
 def _times(rungs: Sequence[Rung]) -> dict[str, Any]:
@@ -173,7 +71,7 @@ def _times(rungs: Sequence[Rung]) -> dict[str, Any]:
     for rung in rungs:
         ms, low, high = rung["step_ms"], rung["step_ms_quartile_1"], rung["step_ms_quartile_3"]
         if ms is None:
-            rows.append(_row(rung["name"], _missing(rung), []))
+            rows.append(_row(rung["name"], page_tables.missing(rung), []))
             continue
         label = f"{ms:.2f} ms, quartiles {low:.2f}–{high:.2f}"
         bar = _bar(ms, full, label, spread=(low, high), dots=[r["step_ms"] for r in rung["rounds"]])
@@ -192,7 +90,7 @@ def _memory(rungs: Sequence[Rung]) -> dict[str, Any]:
     rows = []
     for rung in rungs:
         peak = rung["peak_bytes"]
-        label = _missing(rung) if peak is None else f"{peak / 2**20:,.0f} MiB"
+        label = page_tables.missing(rung) if peak is None else f"{peak / 2**20:,.0f} MiB"
         rows.append(_row(rung["name"], label, [] if peak is None else [_bar(peak, full, label)]))
     return {"title": "Peak memory.", "caption": f"The {what} of a fresh process.", "rows": rows, "kinds": []}
 
@@ -206,7 +104,7 @@ def _apart(rungs: Sequence[Rung]) -> dict[str, Any] | None:
     for rung in rungs:
         host, device = rung["host_ms"], rung["device_ms"]
         if host is None or device is None:
-            rows.append(_row(rung["name"], _missing(rung), []))
+            rows.append(_row(rung["name"], page_tables.missing(rung), []))
             continue
         bars = [
             _bar(host, full, f"host {host:.2f} ms", kind="second"),
@@ -237,7 +135,7 @@ def _rates(rungs: Sequence[Rung], ceilings: Mapping[str, Any] | None) -> dict[st
         if copy is not None:
             texts.append(f"{copy:.0%}")
             bars.append(_bar(copy, full, f"{rung['bytes_per_s'] / 1e9:,.3g} GB/s, {copy:.0%}", kind="second"))
-        rows.append(_row(rung["name"], " / ".join(texts) or _missing(rung), bars))
+        rows.append(_row(rung["name"], " / ".join(texts) or page_tables.missing(rung), bars))
     return {
         "title": "Share of what this device reached.",
         "caption": "The model's products against large products of the same precision, and the model's bytes against a "

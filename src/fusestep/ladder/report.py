@@ -213,7 +213,6 @@ def _contender_as_dict(result: ContenderResult, ladder: Ladder) -> dict[str, Any
         "version": result.version,
         "summary": result.contender.summary,
         "status": status_of(result),
-        "numbers": numbers_of(result),
         "failure": result.failure,
         "absent": result.absent,
         "setbacks": list(result.setbacks),
@@ -270,6 +269,7 @@ def _figures(result: RungResult | ContenderResult, ladder: Ladder) -> dict[str, 
     flops, moved, ceilings = result.flops_per_second, result.bytes_per_second, ladder.ceilings
     product = None if ceilings is None else ceilings.products.get(result.recipe.precision)
     return {
+        "numbers": numbers_of(result.recipe),
         "step_ms": step and step.median,
         "step_ms_quartile_1": step and step.low,
         "step_ms_quartile_3": step and step.high,

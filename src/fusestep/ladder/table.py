@@ -113,7 +113,7 @@ def _contenders(ladder: Ladder, *, on_gpu: bool) -> Table:
     for one in ladder.contenders:
         cells = _costs(one, on_gpu=on_gpu)
         cells += [""] * (5 + 2 * on_gpu - len(cells))
-        table.add_row(one.contender.name, *cells, numbers_of(one) if one.rounds else status_of(one))
+        table.add_row(one.contender.name, *cells, numbers_of(one.recipe) if one.rounds else status_of(one))
     return table
 
 

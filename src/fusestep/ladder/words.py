@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusestep.ladder.contenders import NATIVE_OF
 from fusestep.ladder.results import Comparison, ContenderResult, Ladder, RungResult
+from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.statistics import CONFIDENCE, Gain
 
 
@@ -78,10 +79,12 @@ def status_of(contender: ContenderResult) -> str:
     return "measured" if contender.rounds else "not measured"
 
 
-def numbers_of(contender: ContenderResult) -> str:
-    """In what a contender computes and what it keeps: "BF16, weights FP32"."""
-    weights = "BF16, masters FP32" if contender.contender.library == "te" else contender.recipe.weights.upper()
-    return f"{contender.recipe.precision.upper()}, weights {weights}"
+def numbers_of(recipe: Recipe) -> str:
+    """In what a step computes and what it keeps: "BF16, weights and moments FP32"."""
+    weights = recipe.weights.upper()
+    # Transformer Engine's optimizer keeps masters of its weights, and its moments as it keeps those.
+    kept = f"weights {weights}, moments and masters FP32" if recipe.peer == "te" else f"weights and moments {weights}"
+    return f"{recipe.precision.upper()}, {kept}"
 
 
 def peer_in_words(result: RungResult, ladder: Ladder, peer: str) -> str:
