@@ -172,6 +172,7 @@ def test_gradients_of_any_layout_are_cast(recipe: fp8.Recipe) -> None:
                 layer.fp8_state.slots[2] = torch.tensor([0, 0, 57344, 0])
             found.append(list(torch.autograd.grad(y, leaves, one, retain_graph=True)))
         equal(*found)
+    assert y.add_(1).grad_fn is not None  # which a view that a Function returns forbids
 
 
 @pytest.mark.interpreter

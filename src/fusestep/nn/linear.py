@@ -245,9 +245,11 @@ class Linear(FP8Module):
         if grad and self.training:
             copies = self._current_copies(sources, WEIGHT, casts, x.requires_grad)
             known = None if copies is None else copies.right_operands()
-        planned = None if plans is None else plans.get(known is not None)
+        is_known = known is not None
+        planned = None if plans is None else plans.get(is_known)
         if planned is None:
-            planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, known is not None)
+            if plans is None or is_known not in plans:
+                planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, is_known)
             if planned is None:
                 return None, casts
         return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad)), casts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusestep.fp8.casts import Casts, Planned
 from fusestep.nn.fp8_module import activation_dtype
-from fusestep.nn.products import refusing_a_second, shaped
+from fusestep.nn.products import refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
 
@@ -29,7 +29,9 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
         planned, casts, sources, known, gradient_slot, grad = call
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        *leading, columns = shape = x.shape
+        # Kernels ask for no more than where rows lie.
+        rows = x if len(shape) == 2 or x.is_contiguous() else x.reshape(-1, columns)
         if len(sources) > 1 and known is None:
             weight = whole(weight, sources)
         y: Tensor
@@ -37,8 +39,9 @@ class _PlannedLinear(torch.autograd.Function):
         if grad:
             ctx.save_for_backward(*kept)
             sums_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
-            ctx.of = planned, casts, gradient_slot, x.shape, sums_dtype
-        return y if rows is x else shaped(y, x)
+            ctx.of = planned, casts, gradient_slot, shape, sums_dtype
+        # In place: a view could not be changed by its user, and costs the host several times as much.
+        return y if len(shape) == 2 else y.resize_(*leading, y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -48,29 +51,28 @@ class _PlannedLinear(torch.autograd.Function):
         kept = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
         planned, casts, slot, x_shape, sums_dtype = ctx.of
-        is_matrix = len(x_shape) == 2
-        rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
         if not (x_needed or weight_needed):
-            dbias = None if sums_dtype is None else rows.sum(0, dtype=torch.float32).to(sums_dtype)
-            return None, None, dbias, None
+            if sums_dtype is None:
+                return None, None, None, None
+            return None, None, dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(sums_dtype), None
         key = (dy.shape, dy.dtype, x_needed, weight_needed, sums_dtype)
         plan = planned.gradient_casts.get(key)
         is_usual = (
             not is_compiling and type(dy) is Tensor and dy.is_contiguous() and not torch._C._len_torch_dispatch_stack()
         )
         if plan is None and is_usual:
-            plan = casts.gradient_plan(rows, slot, x_needed, weight_needed, sums_dtype)
+            plan = casts.gradient_plan(dy.reshape(-1, dy.shape[-1]), slot, x_needed, weight_needed, sums_dtype)
             if plan is not None:
                 keep(planned.gradient_casts, key, plan, MOST_PLANS)
         if plan is not None and is_usual:
-            cast = plan.cast(rows, None, casts.slots, casts.counts)
+            cast = plan.cast(dy, None, casts.slots, casts.counts)
             dbias = cast[4]
         else:
-            q, dbias = casts.gradient(rows, slot, x_needed, weight_needed, sums_dtype)
+            q, dbias = casts.gradient(dy.reshape(-1, dy.shape[-1]), slot, x_needed, weight_needed, sums_dtype)
             cast = q.data, q.scale_inv, q.transposed, q.transposed_scale_inv, None
         dx, dweight = planned.backward(cast, kept, x_needed, weight_needed)
-        if not is_matrix and dx is not None:
-            dx = dx.view(x_shape)
+        if len(x_shape) != 2 and dx is not None:
+            dx = dx.resize_(*x_shape) if is_usual else dx.view(x_shape)
         return dx, dweight, dbias, None
 
 
