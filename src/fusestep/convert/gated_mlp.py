@@ -164,6 +164,14 @@ def _uses(module: nn.Module) -> Sequence[nn.Module]:
     return (act,) if isinstance(act, nn.Module) else ()
 
 
+def _without_dropout(module: nn.Module) -> None:
+    """The module's own dropout stays; but of another dtype, as under autocast, it draws another mask."""
+    names = _names_of(module)
+    dropout = None if names is None or names.dropout is None else getattr(module, names.dropout)
+    if isinstance(dropout, nn.Dropout):
+        dropout.p = 0.0
+
+
 PATTERNS = (
     Pattern(
         "activation and gating, one kernel each way",
@@ -173,5 +181,6 @@ PATTERNS = (
         _attributes,
         Stage.WHOLE,
         _uses,
+        stripped=_without_dropout,
     ),
 )
