@@ -396,6 +396,30 @@ def steps(rank: int, size: int) -> None:
             assert error(parameter, part_of(whole[name], split.get(name), rank, size)) < 1e-5, name
 
 
+def compiled(rank: int, size: int) -> None:
+    """torch.compile gives the results of the layer as it is; in FP8 to a rounding."""
+    for parallel in (False, True):
+        layer = nn.TransformerLayer(
+            WIDTH, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, tp_group=dist.group.WORLD,
+            sequence_parallel=parallel,
+        )  # fmt: skip
+        x = slice_of(torch.randn(BATCH, LENGTH, WIDTH), rank, size, 1 if parallel else None)
+        for recipe, allowed in ((None, 1e-7), (Float8CurrentScaling(), 1e-2)):
+            results = []
+            for module in (layer, torch.compile(layer, backend="aot_eager")):
+                given = x.clone().requires_grad_()
+                with fp8_autocast(enabled=recipe is not None, recipe=recipe):
+                    y = module(given)
+                layer.zero_grad()
+                y.square().sum().backward()
+                assert given.grad is not None
+                results.append([y, given.grad, *[one.grad for one in layer.parameters()]])
+            for found, wanted in zip(results[1][:2], results[0][:2], strict=True):
+                assert error(found, wanted) < allowed
+            if recipe is None:
+                assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
+
+
 def mistakes(rank: int, size: int) -> None:
     """One sentence with the mend, on every rank, before anything is sent."""
     group = dist.group.WORLD
@@ -462,7 +486,7 @@ def test_four_ranks_compute_what_one_does() -> None:
 
 @pytest.mark.endurance
 def test_blocks_of_four_ranks_compute_what_one_does() -> None:
-    run_ranks(checks, 4, 4, LONG, timeout=300)
+    run_ranks(checks, 4, 4, [*LONG, "compiled"], timeout=300)
 
 
 def test_a_group_is_wanted_before_torch_has_any() -> None:
