@@ -116,7 +116,7 @@ def make_ladder() -> Callable[..., Ladder]:
                 "triton": "3.6.0",
                 "driver": "570",
             },
-            rungs=compared(_compared(results, RUNGS), others),
+            rungs=compared(_compared(results, RUNGS), others, RUNGS),
             notes=("A note.",),
             ceilings=Ceilings({"fp32": 5e13, "bf16": 7e14, "fp8": 1.2e15}, 4e12) if gpu else None,
         )

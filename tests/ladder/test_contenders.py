@@ -233,6 +233,17 @@ def test_the_verdict_sets_the_best_rung_against_native_and_the_fastest_peer(make
     assert "1.50× (1.49–1.51)" in text or "1.50× (1.50–1.50)" in text
 
 
+def test_a_rung_is_only_set_against_native_where_all_that_is_in_it_ran_as_ours(make_ladder: Any, made: Any) -> None:
+    """Also what belongs to rungs that were not measured: amp stands on fused-adam and fused-norm."""
+    native = {"native-amp": (12.0, 12.1, 11.9)}
+    ours = make_ladder({"amp": made((10.0, 10.1, 9.9))}, beside=native)
+    assert ours.rungs[0].beside["native-amp"].claim == "faster"
+    fallen = make_ladder({"amp": made((10.0, 10.1, 9.9), implementation="torch")}, beside=native)
+    comparison = fallen.rungs[0].beside["native-amp"]
+    assert comparison.claim == "none"
+    assert comparison.reason == "the fused part adam ran as its reference, not fused: as the test says"
+
+
 def test_a_contender_that_trains_otherwise_is_compared_with_nothing(make_ladder: Any, made: Any) -> None:
     measured = make_ladder(
         {"adam": made((40.0, 40.1, 39.9)), "amp": made((10.0, 10.1, 9.9))},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -14,6 +15,7 @@ from fusestep.ladder.peers import place_of, version_of
 from fusestep.ladder.plan import Plan
 from fusestep.ladder.processes import Reply
 from fusestep.ladder.results import Comparison, ContenderResult, RungResult, claim
+from fusestep.ladder.rungs import Rung
 from fusestep.ladder.worker import Request
 
 #: Of first losses, where the weights are rounded to BF16 at every step.
@@ -88,8 +90,13 @@ def checked(result: ContenderResult, first: RungResult) -> ContenderResult:
     return replace(result, check=gate.check(result.rounds[0].opening, first.rounds[0].opening, tolerance))
 
 
-def compared(rungs: Sequence[RungResult], contenders: Sequence[ContenderResult]) -> tuple[RungResult, ...]:
-    """The rungs with their comparisons: with the native of their precision, and with every peer."""
+def compared(
+    rungs: Sequence[RungResult], contenders: Sequence[ContenderResult], registry: Sequence[Rung]
+) -> tuple[RungResult, ...]:
+    """The rungs with their comparisons: with the native of their precision, and with every peer.
+
+    `registry` has every rung in order, also those that were not measured.
+    """
     found = []
     for rung in rungs:
         chosen = [
@@ -97,12 +104,14 @@ def compared(rungs: Sequence[RungResult], contenders: Sequence[ContenderResult])
             for one in contenders
             if one.contender.kind == "peer" or one.contender.name == NATIVE_OF[rung.recipe.precision]
         ]
-        beside: Mapping[str, Comparison] = {one.contender.name: _compare(rung, one, rungs) for one in chosen}
+        beside: Mapping[str, Comparison] = {one.contender.name: _compare(rung, one, rungs, registry) for one in chosen}
         found.append(replace(rung, beside=beside))
     return tuple(found)
 
 
-def _compare(rung: RungResult, contender: ContenderResult, rungs: Sequence[RungResult]) -> Comparison:
+def _compare(
+    rung: RungResult, contender: ContenderResult, rungs: Sequence[RungResult], registry: Sequence[Rung]
+) -> Comparison:
     name = contender.contender.name
     obstacle = rung.obstacle or contender.obstacle
     if obstacle is None and len(rung.times) != len(contender.times):
@@ -110,6 +119,13 @@ def _compare(rung: RungResult, contender: ContenderResult, rungs: Sequence[RungR
     if obstacle is not None:
         return Comparison(name, None, "none", obstacle)
     # All parts of ours that are in this rung have to run as what they are, for its speed to be ours.
-    within = rungs[: rungs.index(rung) + 1]
-    fused = [one.rung.fused for one in within if one.rung.fused is not None and one.unchanged is None]
+    within = itertools.takewhile(lambda one: one.name != rung.rung.name, registry)
+    measured = {one.rung.name: one for one in rungs}
+    fused = [
+        one.fused
+        for one in (*within, rung.rung)
+        if one.fused is not None
+        and (one.name in measured or not one.only_if_chosen)
+        and (one.name not in measured or measured[one.name].unchanged is None)
+    ]
     return claim(rung, contender, name, fused)

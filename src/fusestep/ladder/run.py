@@ -127,7 +127,7 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
             "worker_environment": {**ENVIRONMENT, **{k: os.environ[k] for k in ENVIRONMENT if k in os.environ}},
         },
         environment=here,
-        rungs=beside.compared(_compared(results, rungs), judged),
+        rungs=beside.compared(_compared(results, rungs), judged, rungs),
         notes=tuple(notes),
         ceilings=ceilings,
         contenders=judged,
