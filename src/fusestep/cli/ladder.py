@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -87,6 +88,13 @@ def command(
     fp8_stats: Annotated[
         bool, typer.Option("--fp8-stats", help="Count what the rung fp8 saturates during its gate; shows the worst.")
     ] = False,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun: rows for 1, 2, 4 … ranks in the place of rungs, strong and weak, that share the work "
+            "as ddp, fsdp or tp=N."
+        ),
+    ] = "none",
     out: Annotated[
         Path, typer.Option(help="The folder for ladder.json, ladder.csv, ladder.html and ladder.png.")
     ] = Path("ladder"),
@@ -101,6 +109,20 @@ def command(
     Every rung first trains on the same text as rung 1 and must reach the same loss; then all are timed in rounds, each
     time in a process of its own.
     """
+    if parallel != "none" or "RANK" in os.environ:
+        # What needs torch.distributed is not imported for a ladder of one process.
+        from fusestep.cli.scaling import measure_scaling
+
+        about_rungs = {
+            "--model": model, "--rungs": rungs != "auto", "--base": base, "--peers": peers, "--rounds": rounds,
+            "--gate-steps": gate_steps, "--fp8-stats": fp8_stats, "--resume": resume,
+        }  # fmt: skip
+        others = [option for option, given in about_rungs.items() if given]
+        measure_scaling(
+            parallel=parallel, preset=preset, batch=batch, steps=steps, device=device, out=out, as_json=as_json,
+            others=others,
+        )  # fmt: skip
+        return
     for option, name, known in (("--recipe", recipe, RecipeName), ("--fp8-format", fp8_format, FormatName)):
         if name not in get_args(known):
             raise UserError(f"{option} is {name!r}; choose one of {', '.join(get_args(known))}.")

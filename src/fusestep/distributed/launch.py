@@ -148,7 +148,8 @@ def join(device_type: str, timeout: float, ending: Callable[[], str] = lambda: "
     host, prefix = _open_store(rank, size, timeout)
     store = PrefixStore(prefix, host)
     _roll_call(store, rank, size, timeout)
-    beating = PrefixStore(prefix, host.clone() if isinstance(host, TCPStore) else host)
+    known: Any = host  # whose types lack `clone`
+    beating = PrefixStore(prefix, known.clone() if isinstance(host, TCPStore) else host)
     watch = Watch(beating, rank, size, timeout, ending, speaks=launched_local_rank() == 0)
     try:
         with watch:

@@ -28,7 +28,7 @@ def warm_up(model: nn.Module, usual: int) -> int:
 
 def obstacle(model: nn.Module) -> str | None:
     """Why no graph can hold what the ranks of a model do together, or None."""
-    groups = [one.process_group for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    groups: list[Any] = [one.process_group for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if not groups and any_dtensor(model.parameters()):
         groups = [None]
     for group in groups:

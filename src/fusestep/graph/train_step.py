@@ -234,7 +234,7 @@ class TrainStep:
                 with ranks.micro_batch(self.model, is_last=number == self.accumulate):
                     loss = self._backward(part)
                 total = loss.detach() if total is None else total + loss.detach()
-        if any(isinstance(module, FP8Module) for module in self.model.modules()):
+        if any(isinstance(module, FP8Module) and module.fp8_state is not None for module in self.model.modules()):
             # What the step recorded enters the histories before the optimizer casts the new weights with the scales.
             with fp8_autocast(recipe=self.fp8_recipe):
                 pass
