@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusestep.distributed.launch import launched_size
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
 from fusestep.ladder import Ladder, LadderConfig, journal, ladder, report
@@ -109,7 +109,7 @@ def command(
     Every rung first trains on the same text as rung 1 and must reach the same loss; then all are timed in rounds, each
     time in a process of its own.
     """
-    if parallel != "none" or "RANK" in os.environ:
+    if parallel != "none" or launched_size() > 1:
         # What needs torch.distributed is not imported for a ladder of one process.
         from fusestep.cli.scaling import measure_scaling
 

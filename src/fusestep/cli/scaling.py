@@ -80,7 +80,9 @@ def measure_scaling(
 
 def page(found: Scaling) -> str:
     """The rows, as a person reads them."""
-    rows: list[tuple[str, ...]] = [("", "ranks", "batch", "step", "tokens/s", "efficiency", "communication", "first loss")]
+    rows: list[tuple[str, ...]] = [
+        ("", "ranks", "batch", "step", "tokens/s", "efficiency", "communication", "first loss")
+    ]
     rows += [_cells(row) for row in found.rows]
     lines = [f"--parallel {found.parallel}, {found.precision}", "", table(rows, indent="  "), ""]
     lines += [f"{row.kind}, {row.ranks} ranks: no times, since {row.failure}" for row in found.rows if row.failure]
