@@ -160,7 +160,7 @@ def test_peers_are_what_is_installed_and_never_fusesteps_own_shims(trained: dict
 
 
 def test_where_a_peer_is_and_its_version(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(SHIMS), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(SHIMS), str(SHIMS / ".." / "shims")])
     assert peers.place_of("apex") is None  # but for the shims, which are none
     monkeypatch.setattr(sys, "path", [str(SHIMS), str(installed)])
     assert peers.place_of("apex") == str(installed / "apex")
