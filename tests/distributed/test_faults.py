@@ -122,7 +122,7 @@ class Store(dict[str, str]):
 
 
 def watch_over(store: Store, rank: int = 0, size: int = 3) -> Watch:
-    return Watch(store, rank, size, 5.0, lambda: ".", speaks=True)
+    return Watch(store, rank, size, 5.0, lambda: ".", local_rank=rank)
 
 
 def failure_in(store: Store) -> Failure:
@@ -220,6 +220,9 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint_and_sigterm_saves_one(
         assert len(workers) == 2
         workers[1].kill()
         until(lambda: "resuming" in (tmp_path / "out.txt").read_text())
+        # Though the launcher sends SIGTERM as soon as it misses the process.
+        assert f"(process {workers[1].pid} on " in (tmp_path / "err.txt").read_text()
+        assert "ended without a word" in (tmp_path / "err.txt").read_text()
         resumed_at = complete(out)[-1]
         until(lambda: complete(out)[-1] > resumed_at)
         launcher.send_signal(signal.SIGTERM)

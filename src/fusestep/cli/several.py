@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import TypeVar
 
 import typer
 
 from fusestep.cli.errors import exit_status
-from fusestep.distributed.failures import BROKEN, MENDABLE, PeerError
+from fusestep.distributed.failures import BROKEN, MENDABLE, PeerError, is_ending
 from fusestep.distributed.launch import launched_local_rank, launched_rank
 from fusestep.errors import UserError
 
@@ -33,6 +35,7 @@ def as_one_of_several(who: str, planned: Callable[[], Plan], work: Callable[[Pla
     rank = launched_rank()
     if rank > 0:
         logging.getLogger("fusestep").setLevel(logging.ERROR)
+    signal.signal(signal.SIGTERM, _end_unless_telling)
     results: list[Result] = []
     statuses: list[int] = []
 
@@ -61,3 +64,10 @@ def as_one_of_several(who: str, planned: Callable[[], Plan], work: Callable[[Pla
         sys.stderr.flush()
         os._exit(statuses[0])
     return results[0]
+
+
+def _end_unless_telling(number: int, _frame: FrameType | None) -> None:
+    """What SIGTERM does by default, but for a rank that tells of a failure and ends by itself."""
+    if not is_ending():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

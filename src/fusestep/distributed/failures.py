@@ -17,11 +17,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +41,8 @@ _BY_ANOTHER = re.compile(r"process (\d+) failed ")
 
 #: Functions in which a program waits for others, and how many frames of its stack are looked at for them.
 _WAITING, _INNERMOST = ("_engine_run_backward", "synchronize", "_wait_until"), 4
+
+_is_ending = False
 
 #: In the place of a rank where none is at fault alone.
 NOBODY = -1
@@ -118,17 +121,16 @@ class Watch:
 
     Args:
         store: for the watch's own use, on a connection of its own.
-        rank, size: of this process.
+        rank, size: of this process; local_rank: on its machine.
         timeout: seconds without progress or a sign of life.
         ending: see `launch.join`.
-        speaks: whether this rank tells the person about the failure of another.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, ending: Callable[[], str], *, speaks: bool
+        self, store: Any, rank: int, size: int, timeout: float, ending: Callable[[], str], *, local_rank: int
     ) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._ending, self._speaks = ending, speaks
+        self._ending, self._local_rank = ending, local_rank
         self._me = Whereabouts.of_this_process()
         self._arrived = time.monotonic()
         self._patience = timeout
@@ -166,6 +168,8 @@ class Watch:
         self._store.set(f"left/{self._rank}", "")
 
     def __enter__(self) -> Watch:
+        global _is_ending
+        _is_ending = False
         if self._size > 1:
             self._beat()
             self._thread.start()
@@ -174,9 +178,12 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _is_ending
         try:
             if error is not None and self._size > 1:
-                self._tell(error)
+                _is_ending = True
+                with _deaf_to_the_launcher():
+                    self._tell(error)
         finally:
             self._has_left.set()
             if self._thread.is_alive():
@@ -200,7 +207,12 @@ class Watch:
             raise self._peer_error(failure) from error
 
     def _peer_error(self, failure: Failure) -> PeerError:
-        return PeerError(self._told(failure), failure.rank, failure.status, self._speaks)
+        return PeerError(self._told(failure), failure.rank, failure.status, self._speaks_of(failure))
+
+    def _speaks_of(self, failure: Failure) -> bool:
+        """Whether this rank tells the person: the first one on its machine does, or else the second."""
+        first = self._rank - self._local_rank
+        return self._rank == (first + 1 if failure.rank == first else first)
 
     def _told(self, failure: Failure) -> str:
         """The sentence to its end, which it may have already."""
@@ -305,11 +317,29 @@ class Watch:
         """End the process, unless the program does so by itself."""
         if self._has_left.wait(GRACE):
             return
-        if self._speaks or failure.rank == self._rank:
+        if failure.rank == self._rank or self._speaks_of(failure):
             sys.stdout.flush()
             print(f"fusestep: {self._told(failure)}", file=sys.stderr, flush=True)  # noqa: T201
         # The program waits in a collective, which nothing raises out of.
         os._exit(failure.status)
+
+
+def is_ending() -> bool:
+    """Whether a failure ends this process's work, of which it is about to tell."""
+    return _is_ending
+
+
+@contextlib.contextmanager
+def _deaf_to_the_launcher() -> Iterator[None]:
+    """Without SIGTERM for a while: a launcher sends it when one process has failed, to those who would say why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _waits_for_others(thread: int) -> bool:

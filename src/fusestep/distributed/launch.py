@@ -150,7 +150,7 @@ def join(device_type: str, timeout: float, ending: Callable[[], str] = lambda: "
     _roll_call(store, rank, size, timeout)
     known: Any = host  # whose types lack `clone`
     beating = PrefixStore(prefix, known.clone() if isinstance(host, TCPStore) else host)
-    watch = Watch(beating, rank, size, timeout, ending, speaks=launched_local_rank() == 0)
+    watch = Watch(beating, rank, size, timeout, ending, local_rank=launched_local_rank())
     try:
         with watch:
             watch.at("making the process group", patience=START)

@@ -6,6 +6,7 @@ import psutil
 import torch
 from torch import nn
 
+from fusestep.distributed.groups import local_of
 from fusestep.memory import GIB, peak_resident
 
 
@@ -25,9 +26,10 @@ def peak(device: torch.device) -> int:
 
 
 def parts(model: nn.Module | None, *, has_masters: bool, accumulates_in_fp32: bool, peak: int) -> dict[str, int]:
-    """What fills the memory, in bytes, largest first: known from the model's size, activations being what is left."""
-    parameters = [] if model is None else list(model.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
+    """What fills this process's memory, in bytes, largest first: known from its part of the model, activations being
+    what is left."""
+    parameters = [] if model is None else [local_of(parameter) for parameter in model.parameters()]
+    trainable = [] if model is None else [local_of(p) for p in model.parameters() if p.requires_grad]
     known = {
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(p.numel() * 4 if accumulates_in_fp32 else p.nbytes for p in trainable),
