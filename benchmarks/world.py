@@ -122,7 +122,10 @@ class Candidate:
         torch.manual_seed(0)
         self._clock, self._host_ms = clock_of(world.device), 300.0
         parallel = Parallel.of(paths(world.size).get(path, "none"))
-        spread = built(world, model, recipe, parallel, shards=path == SHARDED)
+        # DistributedDataParallel's work on gradients stays on the stream that it was made on, which has to be one that
+        # a graph can hold.
+        with timing.on(timing.new_stream()):
+            spread = built(world, model, recipe, parallel, shards=path == SHARDED)
         optimizer = FusedAdam(spread.model.parameters(), lr=1e-4, weight_decay=0.01, max_grad_norm=1.0)
         self.step = TrainStep(
             spread.module,

@@ -45,7 +45,8 @@ def run_one(rank: int, port: int, folder: Path, fault: str) -> None:
     world = runs.launched(port)
     next(world)
     os.dup2(os.open(folder / f"{fault}-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    job = runs.config(folder / fault, parallel="ddp", save_every=2, eval_every=0, timeout=TIMEOUT)
+    parallel = "fsdp" if fault == "killed-in-a-checkpoint" else "ddp"
+    job = runs.config(folder / fault, parallel=parallel, save_every=2, eval_every=0, timeout=TIMEOUT)
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,8 @@
 """What a step needs where several ranks train a model together: when gradients are reduced, what a graph can hold.
 
 - DistributedDataParallel looks at its first steps itself (it orders its buckets anew and samples its timings), so it
-  takes more steps before a capture. Source: PyTorch documentation, "CUDA semantics", usage of graphs with DDP.
+  takes more steps before a capture. It has to be made on another stream than the default one. Source: PyTorch
+  documentation, "CUDA semantics", usage of graphs with DDP.
 - NCCL's collectives are kernels, which a graph holds. Those of other backends are work of the host.
 """
 
