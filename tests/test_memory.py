@@ -31,3 +31,12 @@ def test_a_large_parent_does_not_show_in_its_child_s_peak() -> None:
     child = "from fusestep.memory import peak_resident; print(peak_resident())"
     said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
     assert int(said) < len(held) < (memory.peak_resident() or 0)
+
+
+def test_the_size_of_an_allocation_that_failed_is_read_from_the_error() -> None:
+    assert memory.asked(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")) == 3 * 2**29
+    assert memory.asked(RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB.")) == 20 * 2**20
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.asked(raised.value) == 2**60
+    assert memory.asked(MemoryError()) == 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 GIB = 2**30
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 def ran_out(error: BaseException) -> bool:
@@ -20,6 +23,12 @@ def ran_out_on_gpu(error: BaseException) -> bool:
     # torch is looked up, not imported: an error of its kind cannot come from a process that never loaded it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def asked(error: BaseException) -> int:
+    """Bytes of the allocation that failed, as torch tells of it; 0 where nothing is told."""
+    found = re.search(r"[Tt]ried to allocate ([0-9.]+) (bytes|[KMG]iB)", str(error))
+    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 def peak_resident() -> int | None:

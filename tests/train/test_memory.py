@@ -34,8 +34,16 @@ def test_parts_are_counted_by_dtype_and_the_rest_is_activations() -> None:
     ],
 )
 def test_the_mend_lowers_what_is_largest(largest: str, batch: int, mend: str) -> None:
-    text = memory.sentence(CPU, {largest: 3 * GIB, "weights": GIB}, 4 * GIB, batch, 2)
+    text = memory.sentence(CPU, {largest: 3 * GIB, "weights": GIB}, 4 * GIB, 0, batch, 2)
     assert f"peak of 4.00 GiB (in GiB: {largest} 3.00, weights 1.00); {mend}" in text
+
+
+def test_an_allocation_that_failed_counts_with_what_it_was_for() -> None:
+    parts = memory.parts(nn.Linear(10, 10), has_masters=False, accumulates_in_fp32=False, peak=GIB + 5 * GIB)
+    assert next(iter(parts)) == "activations and the rest"
+    assert "peak of 1.00 GiB and a request for 5.00 more (in GiB: activations" in memory.sentence(
+        CPU, parts, GIB, 5 * GIB, 16, 1
+    )
 
 
 def test_memory_in_use_is_at_most_the_peak(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation, support
 from fusestep.fp8.casting import is_counting
-from fusestep.memory import ran_out
+from fusestep.memory import asked, ran_out
 from fusestep.train import checkpoint, memory
 from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, option
@@ -124,7 +124,7 @@ class _Run:
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
-                raise UserError(self.memory_sentence()) from error
+                raise UserError(self.memory_sentence(asked(error))) from error
 
     def go(self, interruption: Interruption) -> TrainResult:
         config, progress = self.config, self.progress
@@ -177,15 +177,17 @@ class _Run:
     def interrupted(self, number: signal.Signals) -> None:
         self.progress.say(f"{number.name}: finishing this step, then saving; once more stops at once")
 
-    def memory_sentence(self) -> str:
+    def memory_sentence(self, asked: int) -> str:
+        """`asked`: bytes of the allocation that failed."""
         trainer, peak = self.trainer, memory.peak(self.device)
         parts = memory.parts(
             None if trainer is None else trainer.model,
             has_masters=self.config.weights != "fp32",
             accumulates_in_fp32=trainer is not None and trainer.accumulates_in_fp32,
-            peak=peak,
+            peak=peak + asked,
         )
-        return memory.sentence(self.device, parts, peak, self.config.batch, self.config.accumulate) + self.and_then()
+        said = memory.sentence(self.device, parts, peak, asked, self.config.batch, self.config.accumulate)
+        return said + self.and_then()
 
     def _restore(self, trainer: Trainer, source: Source) -> None:
         self.ranks.at("reading the newest checkpoint")

@@ -27,7 +27,7 @@ def peak(device: torch.device) -> int:
 
 def parts(model: nn.Module | None, *, has_masters: bool, accumulates_in_fp32: bool, peak: int) -> dict[str, int]:
     """What fills this process's memory, in bytes, largest first: known from its part of the model, activations being
-    what is left."""
+    what is left of `peak`, to which an allocation that failed counts."""
     parameters = [] if model is None else [local_of(parameter) for parameter in model.parameters()]
     trainable = [] if model is None else [local_of(p) for p in model.parameters() if p.requires_grad]
     known = {
@@ -40,8 +40,8 @@ def parts(model: nn.Module | None, *, has_masters: bool, accumulates_in_fp32: bo
     return dict(sorted(known.items(), key=lambda part: -part[1]))
 
 
-def sentence(device: torch.device, parts: dict[str, int], peak: int, batch: int, accumulate: int) -> str:
-    """Out of memory: the peak, its largest parts, what to lower; a sentence without its full stop."""
+def sentence(device: torch.device, parts: dict[str, int], peak: int, asked: int, batch: int, accumulate: int) -> str:
+    """Out of memory: the peak, what was asked for then, their largest parts, what to lower; without a full stop."""
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
     if not next(iter(parts)).startswith("activations"):
@@ -52,4 +52,5 @@ def sentence(device: torch.device, parts: dict[str, int], peak: int, batch: int,
         mend = f"lower --batch, such as {smaller}, or pass --activation-checkpointing"
     else:
         mend = "pass --activation-checkpointing, or choose a smaller --preset"
-    return f"out of memory on {where} after a peak of {peak / GIB:.2f} GiB (in GiB: {listed}); {mend}"
+    more = f" and a request for {asked / GIB:.2f} more" if asked else ""
+    return f"out of memory on {where} after a peak of {peak / GIB:.2f} GiB{more} (in GiB: {listed}); {mend}"
