@@ -58,6 +58,8 @@ def check(
     wanted = quantize_reference(values, slots, options, counts, True)
     for value, exact in zip(found[:2], wanted[:2], strict=True):
         difference = as_bytes(value) - as_bytes(exact)
+        if name:  # where an activation underflows, its zero may have either sign
+            difference[(as_bytes(value) | as_bytes(exact)) & 0x7F == 0] = 0
         assert int(difference.abs().max()) <= (1 if name else 0)
         assert int(difference.count_nonzero()) <= 2 + difference.numel() // 1000
     assert torch.equal(as_bytes(found[0]).t(), as_bytes(found[1]))
