@@ -237,7 +237,7 @@ LAYERS = [
     {"nn", "optim", "explain", "doctor"},
     {"models", "data", "convert", "graph"},
     {"compat", "distributed"},
-    {"train", "ladder", "run"},
+    {"train", "ladder", "run", "plan"},
     {"cli"},
 ]
 

@@ -50,7 +50,7 @@ def check_contents(wheel: Path) -> None:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if re.fullmatch(r"[^/]+/METADATA", name))).decode()
     # Among the sources are the metadata of the shims, by which pip takes apex and transformer_engine for installed.
-    patterns = ("*.py", "templates/*", "shims/*.dist-info/*")
+    patterns = ("*.py", "templates/*", "shims/*.dist-info/*", "plan/rates.json")
     files = [path for pattern in patterns for path in (ROOT / "src").rglob(pattern)]
     sources = {str(path.relative_to(ROOT / "src")) for path in files} | {"fusestep/py.typed"}
     packed = {name for name in names if ".dist-info/" not in name or "/shims/" in name}

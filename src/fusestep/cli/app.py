@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": "Show the FP8 scales and amaxes of a run.",
     "convert": "Show what would be swapped in a model, and why.",
     "ladder": "Measure what each speed-up buys, rung by rung.",
+    "plan": "Estimate memory, communication and step time of a run.",
     "run": "Run a script whose apex and transformer_engine are fusestep's.",
 }
 
