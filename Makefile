@@ -37,7 +37,7 @@ bench: $(READY) ## time kernels and whole steps, and say what got slower (needs 
 drop-in-tables: $(READY) ## write the tables of Apex's and Transformer Engine's names in docs/ from the shims
 	@$(PYTHON_IN_VENV) tools/drop_in_tables.py $(ARGS)
 
-figures: $(READY) ## write the README's figures and docs/speed.md from benchmarks/results/
+figures: $(READY) ## write what docs and plans say of speed from benchmarks/results/
 	@$(PYTHON_IN_VENV) tools/figures.py
 
 .PHONY: check lint format types check-wheel check-kernels check-triton36

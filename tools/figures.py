@@ -1,4 +1,4 @@
-"""Write the README's figures and docs/speed.md from the results files, so that none is typed by hand.
+"""Write the README's figures, docs/speed.md, docs/planning.md and the plan's rates from the results files.
 
     python tools/figures.py
 
@@ -227,7 +227,13 @@ def with_figures(text: str, results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    # Both read the results as this module does.
+    import plan_page
+    import plan_rates
+
     results = newest_results(RESULTS)
+    plan_rates.main()
+    plan_page.main()
     README.write_text(with_figures(README.read_text(), results))
     speed.PAGE.write_text(speed.page(results, speed.explained()))
     grown = speed.of_parts(results).get("scaling")

@@ -21,14 +21,14 @@ def checkpoint_bytes(work: Work) -> float:
 
 
 def saving_seconds(work: Work, rates: Rates) -> float:
-    """How long a checkpoint takes, in which no step is taken: nodes whose weights differ write together."""
+    """How long a checkpoint takes, in which no step is taken."""
     return checkpoint_bytes(work) / (rates["storage"] * writing_nodes(work))
 
 
 def writing_nodes(work: Work) -> int:
-    """Machines that write: those of one replica."""
-    ranks = work.layout.shards * work.layout.tensor
-    return max(1, math.ceil(ranks / work.gpus_per_node))
+    """Machines that write: all where ranks have parts (those of the same share out what they write), else one."""
+    has_parts = work.layout.shards > 1 or work.layout.tensor > 1
+    return math.ceil(work.gpus / work.gpus_per_node) if has_parts else 1
 
 
 def interval_seconds(work: Work, rates: Rates) -> float:

@@ -1,0 +1,81 @@
+"""Plans beside measurements, and that the figures, the page and the results belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import figures
+import plan_cases
+import plan_page
+import plan_rates
+from fusestep.plan import Rates, measured_rates
+from fusestep.plan.rates import between
+
+RESULTS = figures.newest_results(figures.RESULTS)
+RATES = measured_rates()
+CASES = plan_cases.cases(RESULTS)
+
+
+def off(case: plan_cases.Case) -> list[str]:
+    """What a case is off by beyond what is allowed."""
+    peak = case.peak_off(RATES)
+    found = []
+    if abs(case.step_off(RATES)) > plan_cases.STEP_WITHIN:
+        found.append(f"{case.name}: step {case.step_off(RATES):+.1%}")
+    if peak is not None and abs(peak) > plan_cases.PEAK_WITHIN:
+        found.append(f"{case.name}: peak {peak:+.1%}")
+    return found
+
+
+def test_the_rates_are_those_of_the_results() -> None:
+    assert plan_rates.FILE.read_text() == plan_rates.text(plan_rates.rates_data(RESULTS)), "run make figures"
+
+
+def test_plans_come_as_close_to_measured_steps_as_is_said_or_it_is_said_why_not() -> None:
+    assert len(CASES) >= 8
+    assert sum(not case.fitted for case in CASES) >= 6
+    beyond = {case.name: off(case) for case in CASES if off(case)}
+    assert beyond.keys() == plan_cases.EXPLAINED.keys(), beyond
+
+
+def test_a_fitted_case_says_so_and_its_fit_is_close() -> None:
+    fitted = {case.name: case for case in CASES if case.fitted}
+    assert len(fitted) == len(plan_cases.FITTED)
+    for case in fitted.values():
+        # The fit is to the device's time; the step's has the host's share of one loop in it.
+        assert abs(case.step_off(RATES)) < 0.05
+
+
+def test_rates_lie_between_their_neighbours_and_end_with_the_last() -> None:
+    pairs = [(64.0, 2.0), (256.0, 4.0), (1024.0, 3.0)]
+    assert [between(pairs, side) for side in (8, 64, 128, 256, 512, 1024, 9999)] == [2, 2, 3, 4, 3.5, 3, 3]
+
+
+def test_a_newer_file_of_rates_is_refused() -> None:
+    newer = json.loads(plan_rates.FILE.read_text()) | {"schema": 99}
+    with pytest.raises(ValueError, match="the rates have schema 99"):
+        Rates.read(json.dumps(newer))
+
+
+def test_the_page_is_made_from_plans_and_results() -> None:
+    text = plan_page.PAGE.read_text()
+    assert set(re.findall(r"<!-- begin ([\w-]+) -->", text)) == set(plan_page.PARTS)
+    assert text == plan_page.page(text), "run make figures"
+
+
+def test_the_command_on_the_page_is_the_one_that_is_planned() -> None:
+    (options,) = re.findall(r"`fusestep plan (--preset llama-70b .*?)` prints", plan_page.PAGE.read_text(), re.DOTALL)
+    given = dict(re.findall(r"--([\w-]+)(?:\s+(?!--)(\S+))?", options))
+    work = plan_page.chosen().work
+    assert given == {
+        "preset": plan_page.MODEL,
+        "gpus": str(work.gpus),
+        "parallel": work.parallel,
+        "batch": str(work.batch),
+        "precision": work.precision,
+        "activation-checkpointing": "",
+        "tokens": f"{plan_page.TOKENS:.2g}".replace("e+12", "e12"),
+    }
