@@ -23,9 +23,10 @@ def off(case: plan_cases.Case) -> list[str]:
     """What a case is off by beyond what is allowed."""
     peak = case.peak_off(RATES)
     found = []
-    if abs(case.step_off(RATES)) > plan_cases.STEP_WITHIN:
+    step_within, peak_within = case.within
+    if abs(case.step_off(RATES)) > step_within:
         found.append(f"{case.name}: step {case.step_off(RATES):+.1%}")
-    if peak is not None and abs(peak) > plan_cases.PEAK_WITHIN:
+    if peak is not None and abs(peak) > peak_within:
         found.append(f"{case.name}: peak {peak:+.1%}")
     return found
 
@@ -39,6 +40,32 @@ def test_plans_come_as_close_to_measured_steps_as_is_said_or_it_is_said_why_not(
     assert sum(not case.fitted for case in CASES) >= 6
     beyond = {case.name: off(case) for case in CASES if off(case)}
     assert beyond.keys() == plan_cases.EXPLAINED.keys(), beyond
+
+
+def test_every_kind_of_result_becomes_cases() -> None:
+    model = {"vocab_size": 96, "width": 768, "heads": 12, "layers": 4, "ffn_width": 3072, "context": 256}
+    rows = [{"kind": "weak", "ranks": ranks, "batch": 32 * ranks, "ms": 4.0 + ranks} for ranks in (1, 2)]
+    here = {"gpu": "NVIDIA H200"}
+    over_ranks = {"parallel": "fsdp", "precision": "bf16", "model": model, "environment": here, "rows": rows}
+    row = {"model": "c", "configuration": "fusestep fp8 delayed, masters", "precision": "fp8"}
+    steps = {"part": "steps-c", "rows": [row | {"device_ms": 30.0, "peak_reserved_bytes": 9e9}, row | {"failed": "so"}]}
+    recipe = {
+        "form": "fused",
+        "norm": "fused",
+        "optimizer": "fused",
+        "precision": "fp8",
+        "loss": "fused",
+        "graph": True,
+    }
+    rung = {"name": "graph", "recipe": recipe, "step_ms": 3.0, "peak_bytes": 3e9, "peak_allocated_bytes": 1e9}
+    ladder = {"plan": {"preset": "mini", "model": model, "batch": 32}, "environment": here, "rungs": [rung]}
+    one, two, step, last = plan_cases.cases([over_ranks, steps, ladder])
+    assert (one.work.gpus, one.work.parallel, two.work.gpus, two.work.parallel) == (1, "none", 2, "fsdp")
+    assert two.work.batch == 64
+    assert (step.work.weights, step.work.graph, step.step_ms, step.is_reserved) == ("bf16", True, 30.0, True)
+    assert step.work.shape.vocab_size == 50304
+    assert (last.peak_bytes, last.is_reserved, last.work.precision) == (3e9, True, "fp8")
+    assert last.peak_off(RATES) is not None
 
 
 def test_a_fitted_case_says_so_and_its_fit_is_close() -> None:
