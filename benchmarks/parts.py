@@ -41,6 +41,7 @@ PARTS: dict[str, int] = {
     "loss": 60,
     "mlp": 60,
     "pieces": 45,
+    "rates": 25,
     "steps-a": 70,
     "steps-b": 90,
     "steps-c": 90,

@@ -24,7 +24,7 @@ from fusestep.models import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Rehearsed in one process; the rest start processes of their own, or take minutes.
-QUICK = ("adam", "norms", "fp8", "loss", "mlp", "pieces", "scaling")
+QUICK = ("adam", "norms", "fp8", "loss", "mlp", "pieces", "rates", "scaling")
 REHEARSE = """
 import sys
 from pathlib import Path

@@ -171,9 +171,16 @@ def worse() -> str:
 def slowed(rates: Rates, key: str, share: float) -> Rates:
     """The figures with one of them multiplied."""
     if key != "products":
-        return rates.with_changes({key: share * rates[key]})
+        return rates.with_changes({key: share * rates[key]}) if key != "attention" else slower_attention(rates, share)
     products = {name: [(side, share * rate) for side, rate in pairs] for name, pairs in rates.products.items()}
     return dataclasses.replace(rates, products=products)
+
+
+def slower_attention(rates: Rates, share: float) -> Rates:
+    """Those with attention at a share of its rate, measured or assumed."""
+    if not rates.attention:
+        return rates.with_changes({"attention": share * rates["attention"]})
+    return dataclasses.replace(rates, attention=[(length, share * rate) for length, rate in rates.attention])
 
 
 def sentences() -> str:

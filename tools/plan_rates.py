@@ -37,9 +37,14 @@ def rates_data(results: list[Data]) -> Data:
         "date": max(one["environment"]["date"][:10] for one in (fp8, norms, adam, ladder)),
         "memory": fp8["environment"]["gpu_memory"],
         "products": products(fp8),
+        "attention": attention(parts.get("rates")),
         "norms": norm_shares(norms),
         "host_layer": hosts(fp8, norms, ladder),
-        "sources": {"products": fp8["file"], "norms": norms["file"]},
+        "sources": {
+            "products": fp8["file"],
+            "norms": norms["file"],
+            **({"attention": parts["rates"]["file"]} if "rates" in parts else {}),
+        },
         "figures": {
             "copy": figure(statistics.median(one["copy_bytes_per_second"] for one in (fp8, norms, adam)), "B/s", norms),
             "kernel": figure(kernel_seconds(norms), "s", norms),
@@ -51,7 +56,7 @@ def rates_data(results: list[Data]) -> Data:
         },
     }
     # FP32 products, as long as separate passes are not known, at a rate that the fit replaces.
-    data["products"]["fp32"] = [[plan_side(ladder), 1.0]]
+    data["products"]["fp32"] = fp32_shape(parts.get("rates"), float(ladder["plan"]["model"]["width"]))
     fit(data, ladder, rungs)
     return data
 
@@ -78,6 +83,30 @@ def products(fp8: Data) -> dict[str, list[list[float]]]:
         name: [[side, rounded(statistics.median(rates))] for side, rates in sorted(sides.items())]
         for name, sides in found.items()
     }
+
+
+def attention(rates: Data | None) -> list[list[float]]:
+    """(tokens of a sequence, FLOP/s), the median of a length; none as long as it was not measured."""
+    found: dict[float, list[float]] = {}
+    for row in [] if rates is None else rates["rows"]:
+        if row["operation"] == "attention":
+            found.setdefault(float(row["length"]), []).append(row["flops_per_second"])
+    return [[length, rounded(statistics.median(several))] for length, several in sorted(found.items())]
+
+
+def fp32_shape(rates: Data | None, width: float) -> list[list[float]]:
+    """(side, rate relative to that of `width`) of FP32 products; of that width alone as long as no other was measured.
+
+    The level is fitted: a step runs hotter than a product by itself.
+    """
+    measured = {
+        float(row["side"]): float(row["flops_per_second"])
+        for row in ([] if rates is None else rates["rows"])
+        if row["operation"] == "products, fp32"
+    }
+    if width not in measured:
+        return [[width, 1.0]]
+    return [[side, rate / measured[width]] for side, rate in sorted(measured.items())]
 
 
 def norm_shares(norms: Data) -> list[list[float]]:
@@ -125,10 +154,6 @@ def hosts(fp8: Data, norms: Data, ladder: Data) -> dict[str, list[float | str]]:
     return modules | {key: [rounded(one), ladder["file"]] for key, one in rungs.items()}
 
 
-def plan_side(ladder: Data) -> float:
-    return float(ladder["plan"]["model"]["width"])
-
-
 def fit(data: Data, ladder: Data, rungs: dict[str, Data]) -> None:
     """Find the three figures that explain the ladder; the device's time is linear in the inverse of each."""
     shape, batch = plan_cases.shape_of(ladder["plan"]["model"]), ladder["plan"]["batch"]
@@ -140,12 +165,12 @@ def fit(data: Data, ladder: Data, rungs: dict[str, Data]) -> None:
         named[passes] / (rungs["amp"]["device_ms"] * 1e-3 - (device - named[passes]))
     )
     plain = plan_cases.of_recipe(rungs["fused-norm"]["recipe"], shape, batch)
-    at_one = duration(plain, of(data))
-    scaled = ("products of blocks", "attention")
-    flops = sum(line.amount for line in at_one.lines if line.name in scaled)
-    head = 6 * plain.micro_tokens * shape.width * shape.vocab_size
-    other = at_one.device - flops - head
-    data["products"]["fp32"][0][1] = rounded((flops + head) / (rungs["fused-norm"]["device_ms"] * 1e-3 - other))
+    shares = data["products"]["fp32"]
+    once = duration(plain, of(data)).device
+    data["products"]["fp32"] = [[side, 2 * share] for side, share in shares]
+    at_one = 2 * (once - duration(plain, of(data)).device)
+    level = at_one / (rungs["fused-norm"]["device_ms"] * 1e-3 - (once - at_one))
+    data["products"]["fp32"] = [[side, rounded(level * share)] for side, share in shares]
 
 
 def of(data: Data) -> Rates:

@@ -11,7 +11,7 @@ import figures
 import plan_cases
 import plan_page
 import plan_rates
-from fusestep.plan import Rates, measured_rates
+from fusestep.plan import SHAPES, Rates, Work, estimate, measured_rates
 from fusestep.plan.rates import between
 
 RESULTS = figures.newest_results(figures.RESULTS)
@@ -74,6 +74,31 @@ def test_a_fitted_case_says_so_and_its_fit_is_close() -> None:
     for case in fitted.values():
         # The fit is to the device's time; the step's has the host's share of one loop in it.
         assert abs(case.step_off(RATES)) < 0.05
+
+
+def test_attention_and_narrow_fp32_products_are_as_fast_as_measured_where_they_were() -> None:
+    rows = [
+        {"operation": "attention", "length": length, "flops_per_second": rate}
+        for length, rate in ((256, 2e14), (256, 3e14), (8192, 5e14))
+    ] + [
+        {"operation": "products, fp32", "side": side, "flops_per_second": rate}
+        for side, rate in ((768, 40e12), (2048, 50e12))
+    ]
+    data = plan_rates.rates_data([*RESULTS, {"part": "rates", "file": "rates.json", "rows": rows}])
+    rates = Rates.read(json.dumps(data))
+    assert rates.product("fp32", 768) == pytest.approx(0.8 * rates.product("fp32", 2048), rel=1e-4)
+    # The larger model's step stays what it was fitted to.
+    (fitted,) = (case for case in CASES if case.name == "scaleup, fused-norm")
+    assert fitted.step_off(rates) == pytest.approx(fitted.step_off(RATES), abs=2e-3)
+    shape = SHAPES["llama-8b"]
+    found = estimate(Work(shape, batch=3, precision="bf16"), rates)
+    (line,) = (line for line in found.time.lines if line.name == "attention")
+    # Half a square of scores for each of 32 layers and 3 sequences of 8192 tokens, 4096 wide, six times two FLOPs.
+    assert line.amount == pytest.approx(32 * 3 * 6 * 4096 * 8192 * 8193 / 5e14)
+    assert rates.described("attention")["source"] == "rates.json"
+    short = estimate(Work(shape.changed({"context": 256}), batch=3, precision="bf16"), rates)
+    (line,) = (line for line in short.time.lines if line.name == "attention")
+    assert line.amount == pytest.approx(32 * 3 * 6 * 4096 * 256 * 257 / 2.5e14)
 
 
 def test_rates_lie_between_their_neighbours_and_end_with_the_last() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fusestep.plan import passes
 from fusestep.plan.line import Line, short, total
 from fusestep.plan.memory import copied_bytes, held, wire_bytes
-from fusestep.plan.rates import Rates
+from fusestep.plan.rates import Rates, between
 from fusestep.plan.traffic import Message, messages
 from fusestep.plan.work import Work
 
@@ -125,14 +125,22 @@ def _attention(work: Work, rates: Rates) -> Line:
     # An additive mask hides what it does not spare: the tutorial's form computes the other half too.
     looked = 2 * shape.context if work.form == "seed" else shape.context + 1
     rounds = 8 if work.activation_checkpointing else 6
-    rate = rates["attention"] * rates.product(work.compute, shape.width)
+    if rates.attention and work.element == 2 and work.form != "seed":
+        rate, words = between(rates.attention, shape.context), "its rate"
+        figures: tuple[str, ...] = ("attention",)
+    else:
+        rate, words = (
+            rates["attention"] * rates.product(work.compute, shape.width),
+            "(products' rate · attention's share)",
+        )
+        figures = ("attention", f"products:{work.compute}")
     return Line(
         "attention",
         A * L * rounds * M * shape.width / t * looked / rate,
-        f"{rounds} · tokens · width · tokens looked at on average / (products' rate · attention's share)",
+        f"{rounds} · tokens · width · tokens looked at on average / {words}",
         f"A · L · {rounds} · M · W / t · {'2 T' if work.form == 'seed' else '(T + 1)'} / rate: T {shape.context}, "
         f"{rate / 1e12:,.0f} T",
-        ("attention", f"products:{work.compute}"),
+        figures,
     )
 
 

@@ -56,6 +56,8 @@ class Rates:
         gpu, date: of the measurements.
         memory: bytes of the GPU.
         products: by precision, (smaller side of the weight, FLOP/s) in growing order of the side.
+        attention: (tokens of a sequence, FLOP/s) of causal attention in 16 bits, forward and backward; empty where it
+            was not measured, and a share of products' rate is assumed.
         norms: (width, share of a copy's rate that a fused norm reaches, forward and backward together).
         host_layer: seconds that the host needs to launch a block forward and backward, and the file that they are
             from, by "form/precision".
@@ -67,6 +69,7 @@ class Rates:
     date: str
     memory: float
     products: Mapping[str, Sequence[tuple[float, float]]]
+    attention: Sequence[tuple[float, float]]
     norms: Sequence[tuple[float, float]]
     host_layer: Mapping[str, tuple[float, str]]
     sources: Mapping[str, str]
@@ -85,6 +88,7 @@ class Rates:
             data["date"],
             data["memory"],
             {name: [(side, rate) for side, rate in pairs] for name, pairs in data["products"].items()},
+            [(length, rate) for length, rate in data["attention"]],
             [(width, share) for width, share in data["norms"]],
             {name: (seconds, source) for name, (seconds, source) in data["host_layer"].items()},
             data["sources"],
@@ -123,14 +127,21 @@ class Rates:
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"the figure given for {name} is {value:g}; pass a number above 0.")
         figures = dict(self.figures)
+        # Measured attention goes with measured products; a person's own rate of either is over both.
+        attention = () if product is not None or "attention" in own else self.attention
         for name, value in own.items():
             figures[name] = Figure(value, figures[name].unit, GIVEN)
         if product is None:
-            return dataclasses.replace(self, figures=figures, memory=memory or self.memory)
+            return dataclasses.replace(self, figures=figures, attention=attention, memory=memory or self.memory)
         products = {name: [(1.0, product)] for name in self.products}
         sources = {**self.sources, "products": GIVEN}
         return dataclasses.replace(
-            self, figures=figures, products=products, sources=sources, memory=memory or self.memory
+            self,
+            figures=figures,
+            products=products,
+            attention=attention,
+            sources=sources,
+            memory=memory or self.memory,
         )
 
     def as_dict(self, used: Sequence[str]) -> dict[str, Any]:
@@ -143,6 +154,8 @@ class Rates:
         if kind == "products":
             pairs = list(self.products["bf16" if key == "fp16" else key])
             return {"value": pairs, "unit": "(smaller side, FLOP/s)", "source": self.sources[kind]}
+        if kind == "attention" and self.attention:
+            return {"value": list(self.attention), "unit": "(tokens, FLOP/s)", "source": self.sources[kind]}
         if kind == "norms":
             return {"value": list(self.norms), "unit": "(width, share of a copy's rate)", "source": self.sources[kind]}
         if kind == "host_layer":
