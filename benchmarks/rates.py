@@ -31,11 +31,6 @@ COLUMNS = ("operation", "shape", "device ms", "TFLOP/s")
 IDENTITY = ("operation", "shape")
 
 
-def ours(row: dict[str, Any]) -> bool:  # noqa: ARG001 (a part's function)
-    """Whether a row is of our code: all is torch's here."""
-    return False
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as the terminal shows it."""
     return [row["operation"], row["shape"], f"{row['device_ms']:.3f}", f"{row['flops_per_second'] / 1e12:.1f}"]
