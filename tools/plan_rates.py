@@ -52,6 +52,8 @@ def rates_data(results: list[Data]) -> Data:
             "reserved": figure(
                 rungs["amp"]["peak_bytes"] / rungs["amp"]["peak_allocated_bytes"], "of what is allocated", ladder
             ),
+            "current": figure(recipe_time(fp8, "current"), "of delayed scaling's time", fp8),
+            "block": figure(recipe_time(fp8, "block"), "of delayed scaling's time", fp8),
             "separate": figure(1.0, "of a copy's rate", ladder),
         },
     }
@@ -83,6 +85,15 @@ def products(fp8: Data) -> dict[str, list[list[float]]]:
         name: [[side, rounded(statistics.median(rates))] for side, rates in sorted(sides.items())]
         for name, sides in found.items()
     }
+
+
+def recipe_time(fp8: Data, recipe: str) -> float:
+    """A linear layer's time by a recipe over that by delayed scaling: the median over the shapes."""
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in fp8["rows"]:
+        shape = (row["tokens"], row["inputs"], row["outputs"])
+        times.setdefault(shape, {})[row["implementation"]] = float(row["device_ms"])
+    return statistics.median(one[recipe] / one["delayed"] for one in times.values())
 
 
 def attention(rates: Data | None) -> list[list[float]]:

@@ -96,6 +96,27 @@ def test_figures_that_are_given_are_used(capsys: pytest.CaptureFixture[str]) -> 
     assert slow["totals"]["sent_bytes"] == pytest.approx(gradients, rel=1e-3)
 
 
+def test_what_does_not_fit_says_so_and_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ("--preset", "llama-8b", "--batch", "64", "--precision", "bf16")
+    assert plan(*large) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "does not fit 139.80 GiB" in page
+    assert "The largest parts are activations" in page
+    assert told(capsys, *large)["totals"]["fits"] is False
+    assert plan(*large, "--gpu-memory", "9000") == 0
+    assert "fits 9,000.00 GiB" in capsys.readouterr().out
+
+
+def test_recipes_take_what_they_were_measured_to_take(capsys: pytest.CaptureFixture[str]) -> None:
+    def products(*options: str) -> float:
+        found = told(capsys, "--preset", "scaleup", "--precision", "fp8", *options)
+        return next(float(one["seconds"]) for one in found["time"] if one["name"] == "products of blocks")
+
+    assert products() < products("--recipe", "current") < products("--recipe", "block")
+    given = ("--product-tflops", "900")
+    assert products("--recipe", "mxfp8", *given) == products("--recipe", "block", *given) == products(*given)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -110,6 +131,7 @@ def test_figures_that_are_given_are_used(capsys: pytest.CaptureFixture[str]) -> 
         (("--batch", "0"), "--batch is 0; pass a whole number of at least 1"),
         (("--precision", "int8"), "--precision is 'int8'; choose one of fp32, bf16, fp16, fp8"),
         (("--precision", "fp8", "--form", "seed"), "pass --form fused"),
+        (("--precision", "fp8", "--recipe", "mxfp8"), "--recipe is mxfp8, which NVIDIA H200 has no units for"),
         (("--weights", "bf16"), "--weights is bf16 and --precision is fp32"),
         (("--heads", "7"), "width 768 is not a multiple of its 7 heads"),
         (("--link-gbps", "-1"), "the figure given for link is -1e+09; pass a number above 0"),

@@ -118,6 +118,27 @@ def test_the_page_is_made_from_plans_and_results() -> None:
     assert text == plan_page.page(text), "run make figures"
 
 
+def test_what_the_page_says_of_meshes_is_what_the_plans_say() -> None:
+    plans = {name: plan_page.planned(name) for name in plan_page.MESHES}
+    fits = {name for name, plan in plans.items() if plan.fits}
+    assert plans.keys() - fits == {"`fsdp`, nothing recomputed", "`fsdp,tp=8`"}
+    same = {name for name in fits if plans[name].work.shape.context == 8192}
+    by_time = sorted((plans[name].seconds, name) for name in same if "FP8" not in name)
+    assert by_time[0][1] == "`fsdp`"
+    # Groups of tensor parallelism wait: the larger the longer.
+    seconds = [plans[name].seconds for name in ("`fsdp`", "`fsdp,tp=2,sp`", "`fsdp,tp=4,sp`", "`fsdp,tp=8,sp`")]
+    assert seconds == sorted(seconds)
+    hybrid = plans["`fsdp --shard-over 128` (HSDP)"]
+    assert hybrid.seconds == pytest.approx(plans["`fsdp`"].seconds, rel=0.01)
+    assert hybrid.peak_bytes > plans["`fsdp`"].peak_bytes
+    several = plan_page.planned("`fsdp`", batch=1024, accumulate=2)
+    assert not several.fits
+    eight = plans["`fsdp`, FP8"]
+    halves = ("gather weights, forward", "gather weights, backward")
+    sent = [sum(line.sent or 0 for line in plan.sent if line.name in halves) for plan in (eight, plans["`fsdp`"])]
+    assert sent[0] == pytest.approx(sent[1] / 2)
+
+
 def test_the_command_on_the_page_is_the_one_that_is_planned() -> None:
     (options,) = re.findall(r"`fusestep plan (--preset llama-70b .*?)` prints", plan_page.PAGE.read_text(), re.DOTALL)
     given = dict(re.findall(r"--([\w-]+)(?:\s+(?!--)(\S+))?", options))

@@ -32,6 +32,14 @@ def show(plan: Estimate, console: Console | None = None) -> None:
         memory,
         ("allocated", gibibytes(plan.peak_bytes)),
     )
+    if not plan.fits:
+        largest = sorted(plan.memory, key=lambda line: -line.amount)[:3]
+        parts = ", ".join(f"{line.name} {gibibytes(line.amount)}" for line in largest)
+        console.print(
+            f"It does not fit. The largest parts are {parts}: lower --batch, raise --accumulate or --gpus, shard "
+            "(--parallel fsdp), share products (tp=N,sp) or pass --activation-checkpointing.",
+            markup=False,
+        )
     if plan.sent:
         sent = [(line, f"{(line.sent or 0) / 1e9:,.2f} GB, {_time(line.amount)}") for line in plan.sent]
         alone = sum(line.amount for line in plan.sent)
@@ -64,7 +72,8 @@ def where(plan: Estimate) -> str:
     return (
         f"{kind}, {work.weights} weights, form {work.form}, {'one graph' if work.graph else 'eager'}{checkpoints} | "
         f"{work.batch} sequences × {work.accumulate} a step | {gpus}, --parallel {work.parallel}: "
-        f"{mesh.tensor} to a product, {mesh.context} to a sequence, {mesh.shards} to a weight, {mesh.replicas} of these"
+        f"ranks to a product {mesh.tensor}, to a sequence {mesh.context}, to a weight {mesh.shards}, and such groups "
+        f"{mesh.replicas}"
     )
 
 

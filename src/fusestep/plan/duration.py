@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusestep.errors import UserError
 from fusestep.plan import passes
 from fusestep.plan.line import Line, short, total
 from fusestep.plan.memory import copied_bytes, held, wire_bytes
@@ -68,6 +69,7 @@ def _forward_backward(work: Work, rates: Rates) -> tuple[Line, ...]:
     shape, A, M, L, t = work.shape, work.accumulate, work.micro_tokens, work.shape.layers, work.layout.tensor
     again = work.activation_checkpointing
     rounds, times = (8, "8 (recomputed)") if again else (6, "6")
+    recipe = _recipe(work, rates)
     seconds, shapes = 0.0, []
     for name, rows, columns, by_rows in shape.products:
         n, k = (rows // t, columns) if by_rows else (rows, columns // t)
@@ -80,10 +82,12 @@ def _forward_backward(work: Work, rates: Rates) -> tuple[Line, ...]:
     return (
         Line(
             "products of blocks",
-            A * L * seconds,
-            f"{times} · tokens · rows · columns / rate, of each of a block's weights · layers · micro-batches",
-            f"A · L · Σ {rounds} · M · n · k / rate: A {A}, L {L}, M {short(M)}, {', '.join(shapes)}",
-            (f"products:{work.precision}",),
+            A * L * seconds * recipe,
+            f"{times} · tokens · rows · columns / rate, of each of a block's weights · layers · micro-batches"
+            + (f" · what {work.recipe} scaling takes over delayed" if recipe != 1 else ""),
+            f"A · L{f' · {recipe:.2f}' if recipe != 1 else ''} · Σ {rounds} · M · n · k / rate: A {A}, L {L}, "
+            f"M {short(M)}, {', '.join(shapes)}",
+            (f"products:{work.precision}", *((work.recipe,) if recipe != 1 else ())),
         ),
         _attention(work, rates),
         Line(
@@ -111,6 +115,18 @@ def _forward_backward(work: Work, rates: Rates) -> tuple[Line, ...]:
         ),
         _casts_of_weights(work, rates),
     )
+
+
+def _recipe(work: Work, rates: Rates) -> float:
+    """How long a layer takes in FP8 by this recipe, over delayed scaling. Raises: UserError for one not measured."""
+    if work.precision != "fp8" or work.recipe == "delayed" or rates.is_product_given:
+        return 1.0
+    if work.recipe not in rates.figures:
+        raise UserError(
+            f"--recipe is {work.recipe}, which {rates.gpu} has no units for; pass --product-tflops for a chip that has, "
+            "or another recipe."
+        )
+    return rates[work.recipe]
 
 
 def _passes_bytes(work: Work) -> passes.Passes:

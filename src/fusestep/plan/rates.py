@@ -98,6 +98,11 @@ class Rates:
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
 
+    @property
+    def is_product_given(self) -> bool:
+        """Whether a person gave the rate of products."""
+        return self.sources["products"] == GIVEN
+
     def product(self, precision: str, side: float) -> float:
         """FLOP/s of products with a weight whose smaller side is `side`, between the measured ones."""
         return between(self.products["bf16" if precision == "fp16" else precision], side)
