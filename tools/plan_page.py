@@ -94,9 +94,17 @@ def chosen() -> Estimate:
 def measured() -> str:
     """Prediction beside measurement, for every step that was measured."""
     header = ["step", "measured, ms", "planned, ms", "off by", "peak, GiB", "planned, GiB", "off by"]
-    rows = plan_cases.table_rows(figures.newest_results(figures.RESULTS), measured_rates())
+    results, rates = figures.newest_results(figures.RESULTS), measured_rates()
+    rows = plan_cases.table_rows(results, rates)
+    free = [case for case in plan_cases.cases(results) if not case.fitted]
+    steps = [case.step_off(rates) for case in free]
+    peaks = [off for case in plan_cases.cases(results) if (off := case.peak_off(rates)) is not None]
+    summary = (
+        f"Of the {len(free)} steps that nothing was fitted to, plans are off by {min(steps):+.1%} to {max(steps):+.1%}; "
+        f"of the {len(peaks)} peaks by {min(peaks):+.1%} to {max(peaks):+.1%}."
+    )
     reasons = [f"- **{name}**: {why}" for name, why in plan_cases.EXPLAINED.items()]
-    return table(header, rows) + ("\n\n" + "\n".join(reasons) if reasons else "")
+    return f"{table(header, rows)}\n\n{textwrap.fill(summary, 128)}" + ("\n\n" + "\n".join(reasons) if reasons else "")
 
 
 def whole() -> str:

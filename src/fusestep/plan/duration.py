@@ -123,7 +123,7 @@ def _recipe(work: Work, rates: Rates) -> float:
         return 1.0
     if work.recipe not in rates.figures:
         raise UserError(
-            f"--recipe is {work.recipe}, which {rates.gpu} has no units for; pass --product-tflops for a chip that has, "
+            f"--recipe is {work.recipe}, which {rates.gpu} has no units for; pass --product-tflops of one with them, "
             "or another recipe."
         )
     return rates[work.recipe]

@@ -192,7 +192,8 @@ def logits_bytes(work: Work) -> float:
     """Bytes of logits and of what the loss makes of them, at a time."""
     shape, V = work.shape, work.shape.vocab_size // work.layout.tensor
     if work.loss == "torch":
-        return work.micro_tokens * V * (work.element + 8)
+        # Backward of the softmax: its logarithm, the gradients in front of and behind it, and that of the logits.
+        return work.micro_tokens * V * (12 + work.element)
     dtype = torch.float32 if work.precision == "fp32" else torch.bfloat16
     chunk = chunk_of(math.ceil(work.micro_tokens), V, shape.width, dtype)
     # The fused loss makes the head's gradient in the forward pass; of sharded weights it is among those on their way.
