@@ -100,8 +100,8 @@ def measured() -> str:
     steps = [case.step_off(rates) for case in free]
     peaks = [off for case in plan_cases.cases(results) if (off := case.peak_off(rates)) is not None]
     summary = (
-        f"Of the {len(free)} steps that nothing was fitted to, plans are off by {min(steps):+.1%} to {max(steps):+.1%}; "
-        f"of the {len(peaks)} peaks by {min(peaks):+.1%} to {max(peaks):+.1%}."
+        f"Plans of the {len(free)} steps that nothing was fitted to are off by {min(steps):+.1%} to {max(steps):+.1%}, "
+        f"those of {len(peaks)} peaks by {min(peaks):+.1%} to {max(peaks):+.1%}."
     )
     reasons = [f"- **{name}**: {why}" for name, why in plan_cases.EXPLAINED.items()]
     return f"{table(header, rows)}\n\n{textwrap.fill(summary, 128)}" + ("\n\n" + "\n".join(reasons) if reasons else "")
