@@ -129,6 +129,8 @@ def test_recipes_take_what_they_were_measured_to_take(capsys: pytest.CaptureFixt
         (("--gpus", "8", "--parallel", "ddp", "--shard-over", "4"), "--shard-over is for --parallel fsdp"),
         (("--gpus", "8", "--parallel", "fsdp", "--shard-over", "3"), "--shard-over is 3, which does not divide"),
         (("--batch", "0"), "--batch is 0; pass a whole number of at least 1"),
+        (("--batch", "9999999999"), "--batch is 9999999999; pass at most 2147483648"),
+        (("--failure-hours", "1e-6", "--tokens", "1e9"), "so this run never ends; plan fewer --gpus"),
         (("--precision", "int8"), "--precision is 'int8'; choose one of fp32, bf16, fp16, fp8"),
         (("--precision", "fp8", "--form", "seed"), "pass --form fused"),
         (("--precision", "fp8", "--recipe", "mxfp8"), "--recipe is mxfp8, which NVIDIA H200 has no units for"),

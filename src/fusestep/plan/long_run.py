@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from fusestep.errors import UserError
 from fusestep.plan.line import Line, gibibytes, short
 from fusestep.plan.rates import Rates
 from fusestep.plan.work import Work
@@ -51,6 +52,7 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
     """The lines, in seconds but for the last one, in GPU hours.
 
     Args: step: seconds of one. tokens: of the whole run; None: nothing is said of its length.
+    Raises: UserError where failures leave no time to get on.
     """
     saving, apart, every = saving_seconds(work, rates), between_failures(work, rates), interval_seconds(work, rates)
     lost = lost_share(work, rates)
@@ -78,8 +80,13 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
         ),
     ]
     if tokens is not None:
+        if lost >= 1:
+            raise UserError(
+                f"a failure every {apart:,.1f} s costs more time than there is between them, so this run never ends; plan "
+                "fewer --gpus, quicker restarts or storage, or rarer failures (--failure-hours)."
+            )
         steps = math.ceil(tokens / work.tokens)
-        seconds = steps * step / (1 - min(lost, 0.99))
+        seconds = steps * step / (1 - lost)
         lines += [
             Line(
                 "the whole run",

@@ -15,7 +15,7 @@ from fusestep.errors import UserError
 from fusestep.models import PRESETS, GPTConfig
 
 #: More than any model; what exceeds it is a slip of the keyboard.
-_LARGEST = 2**31
+LARGEST = 2**31
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Shape:
                     raise UserError(f"the model's {field.name} is {value!r}; give true or false.")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise UserError(f"the model's {field.name} is {value!r}; give a whole number.")
-            elif value is not None and not 1 <= value <= _LARGEST:
-                raise UserError(f"the model's {field.name} is {value}; give 1 to {_LARGEST}.")
+            elif value is not None and not 1 <= value <= LARGEST:
+                raise UserError(f"the model's {field.name} is {value}; give 1 to {LARGEST}.")
         if self.width % self.heads:
             raise UserError(
                 f"the model's width {self.width} is not a multiple of its {self.heads} heads; "

@@ -10,7 +10,7 @@ from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import RecipeName
 from fusestep.models.config import Form
-from fusestep.plan.shape import Shape
+from fusestep.plan.shape import LARGEST, Shape
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Weights = Literal["fp32", "bf16", "fp16"]
@@ -66,6 +66,8 @@ class Work:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"--{name.replace('_', '-')} is {value!r}; pass a whole number of at least 1.")
+            if value is not None and value > LARGEST:
+                raise UserError(f"--{name.replace('_', '-')} is {value}; pass at most {LARGEST}.")
         if self.precision == "fp8" and self.form != "fused":
             raise UserError(
                 f"--precision is fp8 and --form is {self.form}; pass --form fused, whose blocks multiply so."
