@@ -82,8 +82,8 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
     if tokens is not None:
         if lost >= 1:
             raise UserError(
-                f"a failure every {apart:,.1f} s costs more time than there is between them, so this run never ends; plan "
-                "fewer --gpus, quicker restarts or storage, or rarer failures (--failure-hours)."
+                f"a failure every {apart:,.1f} s costs more time than there is between them, so this run never ends; "
+                "plan fewer --gpus, quicker restarts or storage, or rarer failures (--failure-hours)."
             )
         steps = math.ceil(tokens / work.tokens)
         seconds = steps * step / (1 - lost)
