@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,22 @@ def folder_with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Process groups that a page asks for are of eight ranks, of which the others are made up, and meshes of CPUs."""
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    start, mesh = dist.init_process_group, device_mesh.init_device_mesh
+    monkeypatch.setattr(dist, "init_process_group", lambda _: start("fake", store=FakeStore(), rank=0, world_size=8))
+    monkeypatch.setattr(device_mesh, "init_device_mesh", lambda _, *given, **named: mesh("cpu", *given, **named))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_ranks")
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page, "python")], ids=lambda page: page.name)
 def test_python_in_the_docs_runs(page: Path, folder_with_a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder_with_a_run)
