@@ -26,7 +26,7 @@ from fusestep.train.checkpoint_folder import complete
 from fusestep.train.trainer import Trainer
 from harness import RanksFailedError
 
-TIMEOUT = 4.0
+TIMEOUT = 5.0
 
 
 def of_runs() -> ModuleType:
@@ -39,9 +39,18 @@ def of_runs() -> ModuleType:
     return module
 
 
+def meet(folder: Path, rank: int) -> None:
+    """Begin together: on a busy machine one process may start later than the run's own time-out."""
+    (folder / f"here-{rank}").touch()
+    ends = time.monotonic() + 60
+    while len(list(folder.glob("here-*"))) < 2 and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
 def run_one(rank: int, port: int, folder: Path, fault: str) -> None:
     """A run in which something happens to one rank; what the process says goes to a file."""
     runs = of_runs()
+    meet(folder, rank)
     world = runs.launched(port)
     next(world)
     os.dup2(os.open(folder / f"{fault}-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
@@ -89,10 +98,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_dies_or_stalls_ends_all_by_name_and_the_run_goes_on(tmp_path: Path, fault: str) -> None:
     runs = of_runs()
-    began = time.monotonic()
     with pytest.raises(RanksFailedError) as raised:
-        runs.launch(run_one, tmp_path, fault, timeout=60)
-    assert time.monotonic() - began < TIMEOUT + 20  # processes start within that, too
+        runs.launch(run_one, tmp_path, fault, timeout=90)
+    assert time.time() - (tmp_path / "here-0").stat().st_mtime < TIMEOUT + 20
     survivor = 1 if fault == "killed-in-a-checkpoint" else 0
     told = raised.value.outcomes[survivor]
     said = (tmp_path / f"{fault}-{survivor}.txt").read_text() + (told.failure or "")
