@@ -205,18 +205,23 @@ def _prepare(job: _Job) -> None:
     )
 
 
-def _resolve(job: _Job) -> Callable[..., Any]:
-    """The function, from its file: pytest imports the files of tests under names that no other process knows."""
-    name = f"ranks_{job.file.stem}"
+def module_of(file: Path) -> ModuleType:
+    """A file of tests as a module, in any process: pytest imports them under names that no other process knows."""
+    name = f"ranks_{file.stem}"
     module = sys.modules.get(name)
     if module is None:
-        spec = importlib.util.spec_from_file_location(name, job.file)
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    found: ModuleType | Callable[..., Any] = module
+    return module
+
+
+def _resolve(job: _Job) -> Callable[..., Any]:
+    """The function, from its file."""
+    found: ModuleType | Callable[..., Any] = module_of(job.file)
     for part in job.name.split("."):
         found = getattr(found, part)
     assert callable(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,17 +16,12 @@ from torch import distributed
 from fusestep.cli import main
 from fusestep.distributed import probe
 from fusestep.distributed.launch import join
-from harness import RanksFailedError
+from harness import RanksFailedError, module_of
 
 
 def of_runs() -> ModuleType:
     """What test_train.py has to run several ranks."""
-    spec = importlib.util.spec_from_file_location("ranks_runs", Path(__file__).with_name("test_train.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(Path(__file__).with_name("test_train.py"))
 
 
 def examine(rank: int, port: int) -> list[Any]:

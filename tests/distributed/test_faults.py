@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -24,19 +23,14 @@ from fusestep.distributed.failures import Failure, Watch, Whereabouts
 from fusestep.train import TrainConfig, checkpoint, train
 from fusestep.train.checkpoint_folder import complete
 from fusestep.train.trainer import Trainer
-from harness import RanksFailedError
+from harness import RanksFailedError, module_of
 
 TIMEOUT = 5.0
 
 
 def of_runs() -> ModuleType:
-    """What test_train.py has to run several ranks; found by its file, as processes and pytest name it differently."""
-    spec = importlib.util.spec_from_file_location("ranks_runs", Path(__file__).with_name("test_train.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """What test_train.py has to run several ranks."""
+    return module_of(Path(__file__).with_name("test_train.py"))
 
 
 def meet(folder: Path, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -17,18 +16,14 @@ from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.ladder import scaling
 from fusestep.models import GPTConfig
+from harness import module_of
 
 CONFIG = GPTConfig(vocab_size=96, width=16, heads=2, layers=1, ffn_width=24, context=8)
 
 
 def of_runs() -> ModuleType:
     """What test_train.py has to run several ranks."""
-    spec = importlib.util.spec_from_file_location("ranks_runs", Path(__file__).with_name("test_train.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(Path(__file__).with_name("test_train.py"))
 
 
 def measure(rank: int, port: int, folder: Path) -> list[Any]:

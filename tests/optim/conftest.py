@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,3 +127,13 @@ class Oracle:
 @pytest.fixture
 def oracle() -> type[Oracle]:
     return Oracle
+
+
+def _all_are(values: Tensor, value: float) -> bool:
+    return all(bool((part == value).all()) for part in values.split(1 << 28))
+
+
+@pytest.fixture
+def all_are() -> Callable[[Tensor, float], bool]:
+    """Whether every element is that, in pieces; not within an assertion, which would write the tensors out."""
+    return _all_are

@@ -17,6 +17,7 @@ from fusestep.optim import FusedAdagrad, FusedLAMB, FusedNovoGrad, FusedSGD
 pytestmark = pytest.mark.gpu
 
 NoWaiting = Callable[[], AbstractContextManager[None]]
+AllAre = Callable[[torch.Tensor, float], bool]
 
 OPTIONS: dict[type[Any], dict[str, Any]] = {
     FusedSGD: {"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1},
@@ -165,11 +166,6 @@ def test_parameters_on_gpu_and_cpu_share_a_norm_and_a_verdict(oracle: Any, cls: 
     assert (int(optimizer.applied_steps), int(optimizer.skipped_steps)) == (2, 1)
 
 
-def all_are(values: torch.Tensor, value: float) -> bool:
-    """Whether every element is that, in pieces; not within an assertion, which would write the tensors out."""
-    return all(bool((part == value).all()) for part in values.split(1 << 28))
-
-
 @pytest.mark.parametrize(
     ("cls", "options", "moved"),
     [
@@ -183,7 +179,9 @@ def all_are(values: torch.Tensor, value: float) -> bool:
         ),
     ],
 )
-def test_more_than_2_31_elements_step_to_the_last(cls: type[Any], options: dict[str, Any], moved: float) -> None:
+def test_more_than_2_31_elements_step_to_the_last(
+    cls: type[Any], options: dict[str, Any], moved: float, all_are: AllAre
+) -> None:
     size = (1 << 31) + 1031
     ours = nn.Parameter(torch.zeros(size, device="cuda", dtype=torch.bfloat16))
     ours.grad = torch.ones_like(ours)
@@ -193,7 +191,7 @@ def test_more_than_2_31_elements_step_to_the_last(cls: type[Any], options: dict[
     assert all_are(ours.detach(), -moved)
 
 
-def test_lambs_trust_ratio_of_more_than_2_31_elements() -> None:
+def test_lambs_trust_ratio_of_more_than_2_31_elements(all_are: AllAre) -> None:
     size = (1 << 31) + 1031
     ours = nn.Parameter(torch.full((size,), 2.0, device="cuda", dtype=torch.bfloat16))
     ours.grad = torch.ones_like(ours)
