@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fusestep.distributed.groups import local_of
 from fusestep.fp8.held import Copies, Part, part_of
+from fusestep.fp8.settled import Versions, holding, unwritten, versions
+from fusestep.fp8.state import Slots
 from fusestep.nn.fp8_module import FP8Module
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ class Baked:
         self._options: list[Any] = []
         self._rates: list[Any] = []
         self._relied_on: Held = {}
+        self._watched: Versions = {}
+        self._tables: Versions = {}
+        self._settled: frozenset[int] = frozenset()
 
     def remember(self) -> None:
         """The first graph was captured: from now on everything stays as it is."""
@@ -46,15 +51,26 @@ class Baked:
         self._keep_learning_rates()
         found = self._identities()
         is_same = len(found) == len(self._known) and all(map(is_, found, self._known))
-        return not is_same or self._numbers() != self._options
+        return not is_same or self._numbers() != self._options or self._has_lost_a_scale()
 
     def current_copies(self) -> Held:
         """The copies of weights that a capture of now would read."""
         return {p: part for p in self._step.model.parameters() if (part := part_of(p)) and part.is_current(p)}
 
-    def rely_on(self, copies: Held) -> None:
-        """A graph reads these copies."""
+    def watch_slots(self) -> None:
+        """A last step begins before a capture, within which nobody writes in the tables of slots but kernels of ours."""
+        self._watched = versions(self._states())
+
+    def settled_slots(self) -> frozenset[int]:
+        """The slots that a capture of now may rely on to hold a scale, in this replay and the next. The host waits."""
+        self._watched = unwritten(self._watched)
+        return holding(self._watched)
+
+    def rely_on(self, copies: Held, settled: frozenset[int]) -> None:
+        """A graph reads these copies, and takes it that these of the `settled_slots` hold a scale."""
         self._relied_on |= copies
+        self._tables |= self._watched
+        self._settled |= settled
 
     def stale_copies(self) -> list[nn.Parameter]:
         """Weights that a graph reads as copies which are not of what the weights are, as after loading a state."""
@@ -67,6 +83,18 @@ class Baked:
             if isinstance(rate, Tensor) and given is not rate:
                 rate.copy_(torch.as_tensor(given), non_blocking=True)
                 group["lr"] = rate
+
+    def _has_lost_a_scale(self) -> bool:
+        """Whether a slot that graphs rely on has no scale any more. The host waits where somebody wrote in a table."""
+        if len(unwritten(self._tables)) == len(self._tables):
+            return False
+        self._tables = {table: table._version for table in self._tables}
+        return not self._settled <= holding(self._tables)
+
+    def _states(self) -> list[Slots]:
+        """Scaling state of the modules that cast to FP8."""
+        modules = self._step.model.modules()
+        return [m.fp8_state for m in modules if isinstance(m, FP8Module) and m.fp8_state is not None]
 
     def _identities(self) -> list[Any]:
         """Objects that must still be the same ones."""
@@ -93,8 +121,7 @@ class Baked:
         found: list[Any] = [self._step.autocast, self._step.accumulate]
         found += [(local_of(p).data_ptr(), p.requires_grad) for p in model.parameters()]
         found += [b.data_ptr() for b in model.buffers()]
-        states = [m.fp8_state for m in model.modules() if isinstance(m, FP8Module)]
-        found += [state.number for state in states if state is not None]
+        found += [state.number for state in self._states()]
         for group in optimizer.param_groups:
             found.append([(name, value) for name, value in group.items() if name not in ("params", "lr")])
             rate = group.get("lr")

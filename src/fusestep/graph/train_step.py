@@ -8,8 +8,10 @@ holds all launches of a step and starts them at once. What has to be right for t
 2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
    on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
 3. What the graph has baked in is compared before each replay: modules and their training flags, parameters and buffers
-   (which, where, trained or not), the optimizer's options and state. Where it changed, the graphs are dropped and the
-   step warms up and captures anew. A learning rate may change freely: it lies on the device.
+   (which, where, trained or not), the optimizer's options and state, and that slots of FP8 which had a scale at the
+   capture still have one (fp8/settled.py): their casts were captured without the pass that looks for an amax. Where it
+   changed, the graphs are dropped and the step warms up and captures anew. A learning rate may change freely: it lies
+   on the device.
 4. Where a graph cannot be had (no GPU, an optimizer that waits for the device, code of the user's that does) the same
    step runs one launch at a time, which is announced with the reason.
 
@@ -44,6 +46,7 @@ from fusestep.graph.baked import Baked, host_values
 from fusestep.graph.batch import Batch
 from fusestep.graph.recovery import recovered_capture
 from fusestep.nn.fp8_module import FP8Module
+from fusestep.ops import settled_slots
 from fusestep.optim.base import FusedOptimizer
 
 logger = logging.getLogger("fusestep")
@@ -327,6 +330,7 @@ class TrainStep:
 
         A capture that fails leaves torch's random numbers in a state that they have to be brought out of.
         """
+        self._baked.watch_slots()
         before = host_values(self.optimizer, self.device)
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
@@ -361,7 +365,7 @@ class TrainStep:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         inputs = [part.detach().clone() for part in batch.tensors]
-        copies = self._baked.current_copies()
+        copies, settled = self._baked.current_copies(), self._baked.settled_slots()
         self.model.zero_grad()  # a graph that adds to gradients of before would write where they were for ever
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -370,7 +374,7 @@ class TrainStep:
         # thread_local: a loader's thread that pins memory meanwhile is no part of this.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            with recovered_capture(self.device), capture:
+            with recovered_capture(self.device), settled_slots.settled(settled), capture:
                 try:
                     loss = self._eager(batch.with_tensors(inputs))
                 except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
@@ -390,7 +394,7 @@ class TrainStep:
             self._fall_back(f"the step cannot be captured ({reason})")
             return False
         self._last_was_captured = True
-        self._baked.rely_on(copies)
+        self._baked.rely_on(copies, settled)
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
         cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))

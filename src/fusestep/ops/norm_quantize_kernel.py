@@ -30,6 +30,7 @@ from fusestep.ops.norm_forward import load_columns, load_sum, normalised_tile, r
 from fusestep.ops.quantize_launch import cast_constants
 from fusestep.ops.quantized import PAD
 from fusestep.ops.registry import Compilation
+from fusestep.ops.settled_slots import captures, is_settled
 
 
 @triton.jit
@@ -203,6 +204,7 @@ class Launches(NamedTuple):
 
     amax: PreparedLaunch
     cast: PreparedLaunch
+    slot: int
 
     def __call__(
         self,
@@ -218,8 +220,12 @@ class Launches(NamedTuple):
         total: Tensor | None,
         statistics: Tensor,
     ) -> None:
-        """Run both; `data` are bytes, since GPUs before Ada's know no pointer to E4M3; None for what is not there."""
-        self.amax(x, residual, weight, bias, slots, None, None, None, None, total, None)
+        """Run both, or the cast alone where the slot is settled (settled_slots.py).
+
+        `data` are bytes, since GPUs before Ada's know no pointer to E4M3; None for what is not there.
+        """
+        if not (captures and is_settled(slots.data_ptr(), self.slot)):
+            self.amax(x, residual, weight, bias, slots, None, None, None, None, total, None)
         self.cast(x, residual, weight, bias, slots, counts, data, scale_inv, y, total, statistics)
 
 
@@ -267,6 +273,7 @@ def prepare(
     return Launches(
         PreparedLaunch(kernel, (few,), device, numbers, **amax),
         PreparedLaunch(kernel, (programs,), device, numbers, **constants),
+        options.slot,
     )
 
 

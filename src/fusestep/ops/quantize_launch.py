@@ -66,12 +66,15 @@ SUMMED_AT_ONCE = 8
 class QuantizeLaunches:
     """The launches of one cast: the pass that finds the amax, the cast, and where columns are summed their total.
 
-    `as_bytes`: the cast wants its outputs as uint8, since Triton knows no FP8 on the device.
+    `settled`: the cast by the same kernel where no pass has to come before, since the slot is known to hold a scale
+    (settled_slots.py): it reads none of the maxima. `as_bytes`: the cast wants its outputs as uint8, since Triton knows
+    no FP8 on the device.
     """
 
     amax: PreparedLaunch | None  # None: the programs of the cast find it
     maxima: int  # that the pass leaves
     cast: PreparedLaunch
+    settled: PreparedLaunch
     as_bytes: bool
     partials: tuple[int, int] | None  # rows and columns
     total: PreparedLaunch | None
@@ -120,25 +123,28 @@ def prepare_quantize(
         choice = replace(choice, tiles=tiles_down)
     across = -(-(padded(columns * halves) - columns * (halves - 1)) // choice.columns)
     down = -(-tiles_down // choice.tiles)
-    cast = PreparedLaunch(
-        _quantize_kernel,
-        (across * down,),
-        device,
-        (*numbers, maxima),
-        **common,
-        **cast_constants(options, device),
-        IN_WORDS=halves == 1 or columns % 4 == 0,
-        ROWS=choice.rows,
-        COLUMNS=choice.columns,
-        TILES=choice.tiles,
-        **search_constants(finder),
-        num_warps=choice.warps,
+    cast, settled = (
+        PreparedLaunch(
+            _quantize_kernel,
+            (across * down,),
+            device,
+            (*numbers, read),
+            **common,
+            **cast_constants(options, device),
+            IN_WORDS=halves == 1 or columns % 4 == 0,
+            ROWS=choice.rows,
+            COLUMNS=choice.columns,
+            TILES=choice.tiles,
+            **search_constants(finder),
+            num_warps=choice.warps,
+        )
+        for read in (maxima, 0)
     )
     as_bytes = not has_fp8_type(device)
     if not column_sums or down == 1:
-        return QuantizeLaunches(amax, maxima, cast, as_bytes, None, None)
+        return QuantizeLaunches(amax, maxima, cast, settled, as_bytes, None, None)
     width = columns * halves
-    return QuantizeLaunches(amax, maxima, cast, as_bytes, (down, width), prepare_sums(device, down, width))
+    return QuantizeLaunches(amax, maxima, cast, settled, as_bytes, (down, width), prepare_sums(device, down, width))
 
 
 def cast_constants(options: CastOptions, device: torch.device) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from fusestep.ops.quantize_launch import (
 from fusestep.ops.quantize_pair_kernel import _amax_pair_kernel, _quantize_pair_kernel
 from fusestep.ops.quantize_plan import as_bytes
 from fusestep.ops.quantized import Quantized, padded
+from fusestep.ops.settled_slots import captures, is_settled
 
 
 class PairPlan:
@@ -45,7 +46,7 @@ class PairPlan:
 
     __slots__ = (
         *("_a", "_a_kept", "_amax", "_as_bytes", "_b", "_b_kept", "_cast", "_index", "_maxima", "_scale_inv"),
-        "_shapes",
+        *("_settled", "_shapes", "_slots"),
     )
 
     def __init__(
@@ -72,8 +73,9 @@ class PairPlan:
         self._b_kept = made(*b_inside[::-1], right) if b_options.columnwise else None
         self._scale_inv = maker((), torch.float32, device)
         self._as_bytes = not has_fp8_type(device)
+        self._slots = a_options.slot, b_options.slot
         columns = a_shape[1]
-        numbers = a_shape[0], b_shape[0], columns, a_stride, b_stride, a_options.slot, b_options.slot
+        numbers = a_shape[0], b_shape[0], columns, a_stride, b_stride, *self._slots
         finder = amax_launch(columns)
         self._amax, self._maxima, maxima = None, None, (0, 0)
         if max(a_shape[0], b_shape[0]) * columns > (SEARCHED_BY_EACH if has_slots else SEARCHED_ALWAYS):
@@ -94,17 +96,21 @@ class PairPlan:
             -(-padded(columns) // choice.columns) * -(-padded(rows) // (choice.rows * choice.tiles))
             for rows in (a_shape[0], b_shape[0])
         )
-        self._cast = PreparedLaunch(
-            _quantize_pair_kernel,
-            (a_programs + b_programs,),
-            device,
-            (*numbers, a_programs, *maxima),
-            **cast_constants(a_options, device),
-            ROWS=choice.rows,
-            COLUMNS=choice.columns,
-            TILES=choice.tiles,
-            **search_constants(finder),
-            num_warps=choice.warps,
+        # As of one cast: `settled` is the same kernel where no pass comes before.
+        self._cast, self._settled = (
+            PreparedLaunch(
+                _quantize_pair_kernel,
+                (a_programs + b_programs,),
+                device,
+                (*numbers, a_programs, *read),
+                **cast_constants(a_options, device),
+                ROWS=choice.rows,
+                COLUMNS=choice.columns,
+                TILES=choice.tiles,
+                **search_constants(finder),
+                num_warps=choice.warps,
+            )
+            for read in (maxima, (0, 0))
         )
 
     def __call__(
@@ -139,19 +145,21 @@ class PairPlan:
         slots_at, counts_at = 0 if slots is None else slots.data_ptr(), 0 if counts is None else counts.data_ptr()
         # What is allocated here is aligned.
         is_odd = (a_at | b_at | slots_at | counts_at) & 15
-        maxima, maxima_at = None, 0
+        launch, maxima, maxima_at = self._cast, None, 0
         if self._amax is not None and self._maxima is not None:
             maxima = self._maxima()
             maxima_at = maxima.data_ptr()
-            if is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
+            if captures and all(is_settled(slots_at, slot) for slot in self._slots):
+                launch = self._settled
+            elif is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
                 self._amax(a, b, slots, maxima)
         written_at = (a_data.data_ptr(), a_transposed_at, b_data.data_ptr(), b_transposed_at)
         scales_at = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
-        if is_odd or not self._cast.at((a_at, b_at, *written_at, *scales_at, slots_at, maxima_at, counts_at)):
+        if is_odd or not launch.at((a_at, b_at, *written_at, *scales_at, slots_at, maxima_at, counts_at)):
             written: tuple[Tensor | None, ...] = (a_data, a_transposed, b_data, b_transposed)
             if self._as_bytes:
                 written = tuple([as_bytes(one) for one in written])
-            self._cast(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
+            launch(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
         return a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv
 
 

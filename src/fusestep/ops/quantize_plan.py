@@ -20,6 +20,7 @@ from fusestep.ops.layouts import keep, maker, row_stride
 from fusestep.ops.quantize_launch import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import is_plain
+from fusestep.ops.settled_slots import captures, is_settled
 
 #: Data, their inverse scale, transpose, its inverse scale, column sums: None for what was not asked for.
 Cast = tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
@@ -41,8 +42,8 @@ class CastPlan:
     """
 
     __slots__ = (
-        *("_amax", "_as_bytes", "_cast", "_data", "_index", "_maxima", "_partials", "_scale_inv", "_sums", "_total"),
-        *("_transposed", "shape"),
+        *("_amax", "_as_bytes", "_cast", "_data", "_index", "_maxima", "_partials", "_scale_inv", "_settled", "_slot"),
+        *("_sums", "_total", "_transposed", "shape"),
     )
 
     def __init__(
@@ -66,6 +67,7 @@ class CastPlan:
         self._partials = None if partials is None else maker(partials, torch.float32, device)
         self._maxima = None if launches.amax is None else maker((launches.maxima,), torch.int32, device)
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
+        self._settled, self._slot = launches.settled, options.slot
         self._total: PreparedLaunch | None = launches.total
 
     def __call__(
@@ -95,22 +97,24 @@ class CastPlan:
         slots_at, counts_at = 0 if slots is None else slots.data_ptr(), 0 if counts is None else counts.data_ptr()
         # What is allocated here is aligned.
         is_odd = (x_at | h_at | slots_at | counts_at) & 15
-        maxima, maxima_at = None, 0
+        launch, maxima, maxima_at = self._cast, None, 0
         if self._amax is not None and self._maxima is not None:
             maxima = self._maxima()
             maxima_at = maxima.data_ptr()
-            if is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
+            if captures and is_settled(slots_at, self._slot):
+                launch = self._settled
+            elif is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
                 self._amax(x, h, slots, maxima)
         # One tile of rows has sums that are the whole.
         summed = sums if self._partials is None else self._partials()
         summed_at = 0 if summed is None else summed.data_ptr()
         scale_inv_at = scale_inv.data_ptr()
         given_at = (slots_at, maxima_at, counts_at, summed_at)
-        if is_odd or not self._cast.at((x_at, h_at, data_at, transposed_at, scale_inv_at, *given_at)):
+        if is_odd or not launch.at((x_at, h_at, data_at, transposed_at, scale_inv_at, *given_at)):
             written = (data, transposed)
             if self._as_bytes:
                 written = as_bytes(data), as_bytes(transposed)
-            self._cast(x, h, *written, scale_inv, slots, maxima, counts, summed)
+            launch(x, h, *written, scale_inv, slots, maxima, counts, summed)
         total = self._total
         if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
             total(summed, sums, None)
