@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_pending() -> Iterator[None]:
-    context._thread.pending = type(context._thread.pending)()
+    context._thread.regions = type(context._thread.regions)()
     yield
-    assert context._thread.region is None
-    assert context._thread.depth == 0
+    assert context._thread.regions.region is None
+    assert context._thread.regions.depth == 0
 
 
 def cast(state: Slots, amax: float) -> None:

@@ -45,13 +45,20 @@ class Region(NamedTuple):
     pending: Pending
 
 
-class _Thread(threading.local):
+class _Regions:
     """The innermost region of a thread, how many active ones enclose it, and what its modules recorded."""
 
     def __init__(self) -> None:
         self.region: Region | None = None
         self.depth = 0
         self.pending = Pending()
+
+
+class _Thread(threading.local):
+    """The regions of a thread: one object, so that a call looks them up once."""
+
+    def __init__(self) -> None:
+        self.regions = _Regions()
 
 
 _thread = _Thread()
@@ -62,19 +69,19 @@ _DEFAULT_RECIPE = DelayedScaling()
 
 def current() -> Region | None:
     """The region that a module's forward is in, or None where nothing of FP8 is asked of it."""
-    region = _thread.region
+    region = _thread.regions.region
     return region if region is not None and (region.enabled or region.calibrating) else None
 
 
 def is_enabled() -> bool:
     """Whether modules that are called here multiply in FP8."""
-    region = _thread.region
+    region = _thread.regions.region
     return region is not None and region.enabled
 
 
 def is_inside() -> bool:
     """Whether any region encloses this call, one that switches FP8 off too."""
-    return _thread.region is not None
+    return _thread.regions.region is not None
 
 
 class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
@@ -117,30 +124,27 @@ class fp8_autocast(ContextDecorator):  # noqa: N801 (named as torch.autocast)
         return fp8_autocast(enabled, recipe, group, calibrating)
 
     def __enter__(self) -> None:
-        thread = _thread
+        regions = _thread.regions
+        pending = regions.pending
         enabled, recipe, calibrating, group = self._asked
-        # A region within backward belongs to a forward that is computed again, and begins no step.
         if enabled or calibrating:
             group = region_group(recipe, group)
-            is_outermost = not thread.depth
-            if (is_outermost or group is not None) and torch.is_grad_enabled() and not _is_in_backward():
+            is_outermost = not regions.depth
+            # A region within backward belongs to a forward that is computed again, and begins no step.
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 if is_outermost:
-                    thread.pending.roll()
+                    pending.roll()
                 if group is not None:
-                    thread.pending.begin(group, recipe)
-            thread.depth += 1
-        self._outer.append(thread.region)
-        thread.region = Region(enabled, recipe, calibrating, group, thread.pending)
+                    pending.begin(group, recipe)
+            regions.depth += 1
+        self._outer.append(regions.region)
+        regions.region = Region(enabled, recipe, calibrating, group, pending)
 
     def __exit__(self, *exception: object) -> None:
-        thread = _thread
+        regions = _thread.regions
         enabled, _, calibrating, _ = self._asked
-        thread.depth -= enabled or calibrating
-        thread.region = self._outer.pop()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+        regions.depth -= enabled or calibrating
+        regions.region = self._outer.pop()
 
 
 def _misuse(enabled: object, recipe: object, calibrating: object) -> UserError:

@@ -30,6 +30,9 @@ from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, rol
 if TYPE_CHECKING:
     from fusestep.distributed.amax import Reduction
 
+#: What torch.compile has frames of this thread go to, None outside of it.
+_compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
 #: Plans that are kept; sets of modules that never repeat would else fill the memory.
 MOST_PLANS = 64
 
@@ -65,7 +68,7 @@ class Pending:
         recorded = self._recorded
         if not recorded and not self._begun:
             return
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if torch.compiler.is_compiling() or _compiler_of_frames() is not None:
             _without_compiling()(self, recorded)
         else:
             self._roll_all(recorded)
@@ -130,7 +133,7 @@ class _Batch:
 
     def roll(self, states: Sequence[Slots]) -> None:
         if self.table is not None:
-            self.table.roll(margin=self.margin, most_recent=self.most_recent)
+            self.table.roll()
             return
         members = [states[place] for place in self.places]
         if self.amaxes is not None:
@@ -160,7 +163,8 @@ def _plan(states: Sequence[Slots], amaxes: Sequence[Tensor] | None = None) -> li
             members = [states[place] for place in places]
             is_near = given is None or all(amax.device == device for amax in given)
             if is_near:
-                table = RollTable([(state.slots, state.history, state.rolls) for state in members], given)
+                tensors = [(state.slots, state.history, state.rolls) for state in members]
+                table = RollTable(tensors, given, margin=margin, most_recent=most_recent)
         plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable, given))
     return plan
 

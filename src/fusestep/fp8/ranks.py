@@ -25,6 +25,9 @@ from fusestep.fp8.state import Reference, Slots
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+#: Whether this build of torch knows of ranks at all.
+_HAS_RANKS = torch.distributed.is_available()
+
 
 def region_group(recipe: object, group: ProcessGroup | None) -> ProcessGroup | None:
     """Over whose ranks a region reduces amaxes, None where each rank is by itself.
@@ -34,7 +37,7 @@ def region_group(recipe: object, group: ProcessGroup | None) -> ProcessGroup | N
     if not isinstance(recipe, DelayedScaling) or not recipe.reduce_amax:
         return None
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
+    if not _HAS_RANKS or not distributed.is_initialized():
         return None
     chosen = distributed.group.WORLD if group is None else group
     return chosen if chosen is not None and chosen.size() > 1 else None

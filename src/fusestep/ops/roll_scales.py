@@ -109,11 +109,14 @@ class RollTable:
 
     Args:
         amaxes: (n,) fp32 of each, contiguous, that are rolled in place of the slots' own; for ranks that reduced them.
+        margin, most_recent: as of `roll_scales`.
 
     Raises: UserError while a CUDA graph is captured, which an upload would spoil.
     """
 
-    def __init__(self, states: Sequence[State], amaxes: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, states: Sequence[State], amaxes: Sequence[Tensor] | None = None, *, margin: int, most_recent: bool
+    ) -> None:
         device = states[0][0].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
@@ -129,37 +132,28 @@ class RollTable:
                 slot, *others = (t.data_ptr() + index * t.stride(0) * t.element_size() for t in (slots, history, rolls))
                 amax = slot + 4 * AMAX if amaxes is None else amaxes[place].data_ptr() + 4 * index
                 rows.append((slot, *others, length, amax))
-        self.device = device
-        self._slots = len(rows)
-        self._block = min(1 << (longest - 1).bit_length(), LARGEST_BLOCK)
         self._table = upload(rows or [(0, 0, 0, 0, 0)], torch.int64, device)
         self._address = (self._table.data_ptr(),)
         self._index = device.index if device.type == "cuda" else None
-        self._launches: dict[tuple[int, bool], PreparedLaunch] = {}
-
-    def roll(self, *, margin: int, most_recent: bool) -> None:
-        """Roll all of them, in one launch."""
-        launch = self._launches.get((margin, most_recent))
-        if launch is None:
-            launch = self._launches[margin, most_recent] = self._prepared(margin, most_recent)
-        index = self._index
-        if index is not None and torch.cuda.is_current_stream_capturing():
-            _captured.add(self)
-        is_current = index is None or index == torch._C._cuda_getDevice()
-        if not (is_current and launch.at(self._address)):
-            launch(self._table)
-
-    def _prepared(self, margin: int, most_recent: bool) -> PreparedLaunch:
-        block = 1 if most_recent else self._block
-        return PreparedLaunch(
+        block = 1 if most_recent else min(1 << (longest - 1).bit_length(), LARGEST_BLOCK)
+        self._launch = PreparedLaunch(
             _roll_scales_kernel,
-            (self._slots,),
-            self.device,
+            (len(rows),),
+            device,
             (2.0**margin,),
             BLOCK=block,
             MOST_RECENT=most_recent,
             num_warps=1 if block <= ONE_WARP else 4,
         )
+
+    def roll(self) -> None:
+        """Roll all of them, in one launch."""
+        index = self._index
+        if index is not None and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+        is_current = index is None or index == torch._C._cuda_getDevice()
+        if not (is_current and self._launch.at(self._address)):
+            self._launch(self._table)
 
 
 #: Tables that a captured graph reads at every replay, kept for good.
@@ -179,7 +173,7 @@ def roll_scales(states: Sequence[State], *, margin: int, most_recent: bool) -> N
     if not states:
         return
     if dispatch.uses_triton("roll_scales", states[0][0].device):
-        RollTable(states).roll(margin=margin, most_recent=most_recent)
+        RollTable(states, margin=margin, most_recent=most_recent).roll()
         return
     by_length: dict[int, list[State]] = {}
     for state in states:
