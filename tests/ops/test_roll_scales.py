@@ -130,7 +130,8 @@ def rolled_by_kernel(device: torch.device, given: bool = False) -> None:
         ours = [state(*shape, device, largest) for shape, largest in zip(shapes, (448.0, 57344.0) * 3, strict=False)]
         theirs = [tuple(t.to("cpu", copy=True) for t in s) for s in ours]
         elsewhere = torch.zeros(sum(s[0].shape[0] for s in ours), device=device).split([s[0].shape[0] for s in ours])
-        table = RollTable(ours, elsewhere if given else None)
+        given_or_not = elsewhere if given else None
+        tables = [RollTable(ours, given_or_not, margin=margin, most_recent=most_recent) for margin in range(3)]
         for step in range(8):
             for s, t, e in zip(ours, theirs, elsewhere, strict=True):
                 amax = torch.rand(s[0].shape[0], generator=generator) * 10.0 ** (5 * step - 20)
@@ -138,7 +139,7 @@ def rolled_by_kernel(device: torch.device, given: bool = False) -> None:
                 t[0][:, AMAX] = amax
                 s[0][:, AMAX] = 3e30 if given else amax.to(device)
                 e.copy_(amax)
-            table.roll(margin=step % 3, most_recent=most_recent)
+            tables[step % 3].roll()
             for s, t in zip(ours, theirs, strict=True):
                 roll_scales_reference(*t, margin=step % 3, most_recent=most_recent)
                 assert all(torch.equal(x.cpu(), y) for x, y in zip(s, t, strict=True))
@@ -171,13 +172,13 @@ def test_the_proof_holds(device: torch.device) -> None:
 def test_a_table_rolls_without_a_wait_and_in_a_graph(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     device = torch.device("cuda", 0)
     states = [state(3, 16, device) for _ in range(5)]
-    table = RollTable(states)
-    table.roll(margin=0, most_recent=False)
+    table = RollTable(states, margin=0, most_recent=False)
+    table.roll()
     with no_waiting():
-        table.roll(margin=0, most_recent=False)
+        table.roll()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        table.roll(margin=0, most_recent=False)
+        table.roll()
     del table
     for amax in (2.0, 7.0):
         states[1][0][:, AMAX] = amax
@@ -190,4 +191,4 @@ def test_a_table_rolls_without_a_wait_and_in_a_graph(no_waiting: Callable[[], Ab
 def test_a_capture_of_unknown_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="run one whole step before the capture"):
-        RollTable([state(3, 16, torch.device("cuda", 0))])
+        RollTable([state(3, 16, torch.device("cuda", 0))], margin=0, most_recent=False)
