@@ -20,6 +20,7 @@ from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts, Norm
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
+from fusestep.nn.biased_linear import sums_bias
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.fused_norm import (
     Normalization,
@@ -227,8 +228,10 @@ class LayerNormMLP(NormedModule):
     def _products(self, normed: Tensor, region: Region | None, has_bias: bool) -> Tensor:
         """Both layers in high precision; `has_bias`: the second's is added."""
         fc1_weight, fc1_bias = self._operands("fc1", normed, region, has_bias=self.has_bias)
-        h = plain_linear(self, normed, fc1_weight, fc1_bias, region)
-        a = activate(h, self.activation)
+        summed = fc1_bias if sums_bias(normed, fc1_weight, fc1_bias) else None
+        # The gradient of the first bias then comes with that of h.
+        h = plain_linear(self, normed, fc1_weight, fc1_bias if summed is None else summed.detach(), region)
+        a = activate(h, self.activation, summed)
         fc2_weight, fc2_bias = self._operands("fc2", a, region, has_bias=has_bias)
         y = plain_linear(self, a, fc2_weight, fc2_bias, region)
         cast = (normed, fc1_weight, a, fc2_weight)

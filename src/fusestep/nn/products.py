@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
+from fusestep.nn.biased_linear import linear
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.scaled_mm import multiply
@@ -84,9 +85,7 @@ def shaped(y: Tensor, x: Tensor) -> Tensor:
     return result
 
 
-def refusing_a_second(
-    who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Tensor | None
-) -> Any:
+def refusing_a_second(who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Any) -> Any:
     """The gradients of a backward with create_graph=True, such that differentiating them again raises."""
     with torch.no_grad():
         gradients = backward(ctx, *dy)
@@ -110,4 +109,4 @@ def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | No
                 "run under torch.autocast."
             )
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return nn.functional.linear(x, weight, bias)
+    return linear(x, weight, bias)

@@ -37,6 +37,9 @@ from fusestep.ops.activation_kernel import (
     _activation_kernel,
     prepare_activation,
 )
+from fusestep.ops.activation_sums import compilations as compilations_of_sums
+from fusestep.ops.activation_sums import run_activation_sums
+from fusestep.ops.column_sums import column_sums
 from fusestep.ops.layouts import row_stride
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
 
@@ -167,6 +170,22 @@ def run_activation(h: Tensor, dy: Tensor | None, name: str) -> Tensor:
     return out
 
 
+def run_backward_sums(h: Tensor, dy: Tensor, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of h, dtype of h, and in `dtype` the sums of it over all dimensions but the last."""
+    gated = is_gated(name)
+    width = h.shape[-1]
+    if h.numel() == 0 or not uses_triton(h):
+        dh = activation_backward_reference(dy, h, name)
+        return dh.to(h.dtype), dh.reshape(-1, width).sum(0).to(dtype)
+    columns = width // 2 if gated else width
+    h_stride, dy_stride = row_stride(h, width), row_stride(dy, columns)
+    if h_stride is None:
+        h, h_stride = h.contiguous(), width
+    if dy_stride is None:
+        dy, dy_stride = dy.contiguous(), columns
+    return run_activation_sums(h, dy, base(name), gated, h.numel() // width, (h_stride, dy_stride), dtype)
+
+
 def uses_triton(h: Tensor) -> bool:
     unsupported = "the kernel computes in fp32, not fp64" if h.dtype is torch.float64 else None
     return dispatch.uses_triton("activation", h.device, unsupported)
@@ -185,43 +204,58 @@ activation_backward = define(
 
 
 class _Activation(torch.autograd.Function):
-    """The activation, with its gradient in one kernel; keeps h."""
+    """The activation, with its gradient in one kernel; keeps h. `bias` takes a gradient, and no other part."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, name: str, plain: bool) -> Tensor:
+    def forward(ctx: Any, h: Tensor, bias: Tensor | None, name: str, plain: bool) -> Tensor:
         ctx.save_for_backward(h)
         ctx.name, ctx.plain = name, plain
+        ctx.sums_dtype = None if bias is None or not ctx.needs_input_grad[1] else bias.dtype
         y: Tensor = run_activation(h, None, name) if plain else activation_forward(h, name)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (h,) = ctx.saved_tensors
+        sums_dtype: torch.dtype | None = ctx.sums_dtype
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            return activation_backward_reference(dy, h, ctx.name).to(h.dtype), None, None
+            exact = activation_backward_reference(dy, h, ctx.name)
+            sums = None if sums_dtype is None else exact.reshape(-1, h.shape[-1]).sum(0).to(sums_dtype)
+            return exact.to(h.dtype), sums, None, None
         if ctx.plain and is_plain(dy):
-            return run_activation(h, dy, ctx.name), None, None
-        return activation_backward(dy, h, ctx.name), None, None
+            if sums_dtype is not None:
+                return *run_backward_sums(h, dy, ctx.name, sums_dtype), None, None
+            return run_activation(h, dy, ctx.name), None, None, None
+        dh = activation_backward(dy, h, ctx.name)
+        sums = None if sums_dtype is None else column_sums(dh.reshape(-1, h.shape[-1]), sums_dtype)
+        return dh, sums, None, None
 
 
-def activation(x: Tensor, name: str) -> Tensor:
+def activation(x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
     """An activation function by its name, differentiable.
 
     Args:
         x: (…, N) fp32, bf16, fp16 or fp64; for a gated activation (…, 2N), the gate first; any strides.
         name: one of ACTIVATIONS.
+        bias: (N,), gated (2N,), or None: what was added to each row of x, already and without a gradient. It is given
+            the gradient that adding it would have brought, which the kernel for x's gradient sums up on its way.
 
     Returns: (…, N), dtype of x.
-    Raises: UserError for an unknown name, a dtype that is none of these, or an odd last dimension of a gated one.
+    Raises: UserError for an unknown name, a dtype that is none of these, an odd last dimension of a gated one, or a
+        bias of another shape.
     """
     check_activation("activation", x, name)
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise UserError(f"activation: bias has shape {tuple(bias.shape)}; pass one of shape {tuple(x.shape[-1:])}.")
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._are_functorch_transforms_active():
         # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
         if uses_triton(x):
             dispatch.announce("activation", "transforms of torch.func work on PyTorch's own operations")
+        if bias is not None:
+            x = x + (bias - bias.detach())
         return activation_reference(x, name).to(x.dtype)
-    y: Tensor = _Activation.apply(x, name, not compiling and is_plain(x))
+    y: Tensor = _Activation.apply(x, bias, name, not compiling and is_plain(x))
     return y
 
 
@@ -254,15 +288,22 @@ def prove(device: torch.device) -> list[Proof]:
                 1e-5,
             ),
         ]
+        both, sums = run_backward_sums(h, dy, name, torch.float32)
+        wanted = activation_backward_reference(dy.double(), h.double(), name)
+        proofs += [
+            Proof(f"{name} backward, with sums", relative_error(both, wanted), 1e-5),
+            Proof(f"{name} backward, the sums", relative_error(sums, wanted.sum(0)), 1e-5),
+        ]
     return proofs
 
 
 def compilations() -> Iterator[Compilation]:
     """Forward and backward of each function, plain and gated."""
-    for name, kind in _BASES.items():
+    # The code of other gated ones is that of swiglu with another function.
+    built = {name: kind for name, kind in _BASES.items() if name in _PLAIN or kind not in _PLAIN or name == "swiglu"}
+    yield from compilations_of_sums(built, frozenset(_GATED))
+    for name, kind in built.items():
         gated = is_gated(name)
-        if gated and kind in _PLAIN and name != "swiglu":
-            continue  # their code is that of swiglu with another function
         for backward in (False, True):
             constants = {"KIND": kind, "GATED": gated, "ROWS": 1, "COLUMNS": TILE}
             pointers = ["h_ptr", "out_ptr"] + ["dy_ptr"] * backward
