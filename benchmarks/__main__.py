@@ -3,7 +3,8 @@
     python -m benchmarks [PART…] [--seconds N] [--out FOLDER] [--against FOLDER]
 
 Each part runs in a process of its own. The exit status is 1 where something got slower than noise explains, where a
-part failed, and where it was cut off (what it has is kept as FILE.unfinished); 2 where nothing can be measured.
+part failed, and where it was cut off (what it has is kept as FILE.unfinished), by Ctrl-C or SIGTERM too; 2 where
+nothing can be measured.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def show(part: parts.Part, document: dict[str, Any]) -> None:
 
 
 def run(name: str, file: Path, seconds: float, is_rehearsal: bool) -> str | None:
-    """Run one part in a process of its own; why it has no whole result, or None."""
+    """Run one part in a process of its own; why it has no whole result, or None.
+
+    Raises: KeyboardInterrupt once the part is ended, when this process is told to end.
+    """
     command = [sys.executable, "-m", "benchmarks.parts", name, str(file), "--seconds", str(seconds)]
     process = subprocess.Popen([*command, *(["--rehearse"] if is_rehearsal else [])], start_new_session=True)
     try:
@@ -101,13 +105,19 @@ def main() -> None:
         parser.error(f"unknown part {unknown[0]}; choose from {', '.join(parts.PARTS)}")
     if not hardware.devices() and not arguments.rehearse:
         parser.error(f"a CUDA device is needed ({hardware.cuda_support().reason}); --rehearse runs tiny shapes here")
+    # As Ctrl-C does it: a part has processes of its own, which would run on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.parts or parts.PARTS:
             part, file = parts.load(name), Path(folder) / f"{name}.json"
             began = time.monotonic()
             seconds = arguments.seconds or 3 * parts.PARTS[name]
-            problem = run(name, file, seconds, arguments.rehearse)
+            is_told_to_end = False
+            try:
+                problem = run(name, file, seconds, arguments.rehearse)
+            except KeyboardInterrupt:
+                is_told_to_end, problem = True, "ended from outside"
             found, document = report(part, file, arguments.against, problem)
             problems += found
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
@@ -117,6 +127,8 @@ def main() -> None:
                 target = arguments.out / f"{datetime.date.today().isoformat()}-{gpu}-{name}.json"
                 target = target.with_suffix(".unfinished") if document["unfinished"] else target
                 target.write_text(file.read_text())
+            if is_told_to_end:
+                break
     if problems:
         print("\n".join(["", f"{len(problems)} to look at:", *problems]))
         raise SystemExit(1)

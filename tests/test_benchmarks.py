@@ -6,6 +6,7 @@ import copy
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -312,6 +313,36 @@ def test_the_command_writes_results_and_exits_as_it_went(
     (file,) = (tmp_path / "out").iterdir()
     assert file.name.endswith("-nvidia-chip-9-adam" + (".unfinished" if unfinished else ".json"))
     assert json.loads(file.read_text()) == made
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_command_that_is_told_to_end_ends_its_part_and_keeps_what_that_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part leads a group of its own, so that no signal to the command reaches it."""
+    pids: list[int] = []
+    popen = subprocess.Popen
+
+    def endless(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        file = Path(words[4])
+        file.write_text(json.dumps({"rows": [], "unfinished": True, "environment": {"gpu": None}}))
+        process = popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+        pids.append(process.pid)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return process
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(command.subprocess, "Popen", endless)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "adam", "norms", "--rehearse"])
+    try:
+        with pytest.raises(SystemExit) as told:
+            command.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told.value.code == 1
+    assert len(pids) == 1, "the next part was begun"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
