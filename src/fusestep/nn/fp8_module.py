@@ -120,29 +120,42 @@ class FP8Module(QuantizedWeights):
     def _casts_of(self, region: Region, records: bool) -> Casts:
         """How this call casts. `records`: a training forward, whose amaxes enter the state."""
         recipe = region.recipe
+        casts: Casts | None = self._casts
+        # As short as can be for the recipe of the last call: what makes its casts stale forgets them.
+        if casts is not None and recipe is self._recipe:
+            if casts.slots is None:
+                return casts
+            state = self.fp8_state
+            if (
+                records
+                and state is not None
+                and state.recipe is recipe
+                and (casts.counts is None) is not is_counting()
+                and "_is_replica" not in self.__dict__
+            ):
+                region.pending.add(state, region.group)
+                return casts
+        return self._new_casts_of(region, records)
+
+    def _new_casts_of(self, region: Region, records: bool) -> Casts:
+        """`_casts_of` where the casts of the last call may not serve."""
+        recipe = region.recipe
         if not isinstance(recipe, DelayedScaling):
-            if self._casts is None or (recipe is not self._recipe and recipe != self._recipe):
-                self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, stateless_casts(recipe)
-            stateless: Casts = self._casts
-            return stateless
+            casts: Casts | None = self._casts if recipe == self._recipe else None
+            if casts is None:
+                casts = stateless_casts(recipe)
+                self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, casts
+            return casts
         if "_is_replica" in self.__dict__:
             raise self._shared_state()
-        state = self.fp8_state
         if not records:
-            return passing_casts(recipe, state, len(self.SLOTS), self._first_weight().device)
-        if state is None or state.recipe is not recipe or self._has_unrolled:
-            state = self.shared_state(recipe)
-        region.pending.add(state, region.group)
-        casts: Any = self._casts
-        if (
-            casts is None
-            or (recipe is not self._recipe and recipe != self._recipe)
-            or (casts.counts is None) is is_counting()
-        ):
+            return passing_casts(recipe, self.fp8_state, len(self.SLOTS), self._first_weight().device)
+        state = self._recorded_state(region, recipe)
+        casts = self._casts if recipe == self._recipe else None
+        if casts is None or (casts.counts is None) is is_counting():
             casts = recording_casts(recipe, state)
             self.__dict__["_recipe"], self.__dict__["_casts"] = recipe, casts
-        known: Casts = casts
-        return known
+        return casts
 
     def _recorded_state(self, region: Region, recipe: DelayedScaling) -> Slots:
         """The state, in which something is about to be recorded: the next region rolls it."""
@@ -364,6 +377,7 @@ class FP8Module(QuantizedWeights):
         else:
             state.load(saved)
         self.fp8_state = state
+        self._forget_casts()
         self.__dict__["_has_unrolled"] = True
 
 

@@ -29,9 +29,10 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
         planned, casts, sources, known, gradient_slot, grad = call
-        *leading, columns = shape = x.shape
+        shape = x.shape
+        is_matrix = len(shape) == 2
         # Kernels ask for no more than where rows lie.
-        rows = x if len(shape) == 2 or x.is_contiguous() else x.reshape(-1, columns)
+        rows = x if is_matrix or x.is_contiguous() else x.reshape(-1, shape[-1])
         if len(sources) > 1 and known is None:
             weight = whole(weight, sources)
         y: Tensor
@@ -41,7 +42,7 @@ class _PlannedLinear(torch.autograd.Function):
             sums_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
             ctx.of = planned, casts, gradient_slot, shape, sums_dtype
         # In place: a view could not be changed by its user, and costs the host several times as much.
-        return y if len(shape) == 2 else y.resize_(*leading, y.shape[1])
+        return y if is_matrix else y.resize_(*shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
