@@ -190,7 +190,15 @@ def event_times(candidates: Mapping[str, Callable[[], Any]], rounds: int = 15) -
 
 
 def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, rounds: int = 15) -> dict[str, Timing]:
-    """Milliseconds that the host needs to enqueue one call; candidates interleaved, device drained between rounds."""
+    """Milliseconds that the host needs to enqueue one call; see `host_samples`."""
+    return {name: Timing.of(values) for name, values in host_samples(candidates, calls, rounds).items()}
+
+
+def host_samples(candidates: Mapping[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds that the host needs to enqueue one call, of each round; the device is drained between rounds.
+
+    Candidates are interleaved, in turns from the first to the last and back, so that none always follows the same one.
+    """
     calls = calls if DEVICE.type == "cuda" else 2
     for call in candidates.values():
         for _ in range(20 if DEVICE.type == "cuda" else 1):
@@ -199,8 +207,8 @@ def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, ro
     gc.collect()
     gc.disable()
     try:
-        for _ in range(_enough(rounds)):
-            for name, call in candidates.items():
+        for number in range(_enough(rounds)):
+            for name, call in list(candidates.items())[:: -1 if number % 2 else 1]:
                 synchronize()
                 start = time.perf_counter()
                 for _ in range(calls):
@@ -209,4 +217,9 @@ def host_times(candidates: Mapping[str, Callable[[], Any]], calls: int = 100, ro
                 synchronize()
     finally:
         gc.enable()
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return samples
+
+
+def ratio_by_rounds(samples: Sequence[float], others: Sequence[float]) -> float:
+    """How many times as long as others: the median over rounds, so that what slows a whole round is not in it."""
+    return statistics.median(a / b for a, b in zip(samples, others, strict=True))
