@@ -22,6 +22,7 @@ from fusestep.fp8.recipes import Recipe
 from fusestep.ops.block_scaling_launch import BlockPlan
 from fusestep.ops.planned_block_product import PlannedBlockProduct
 from fusestep.ops.planned_product import PlannedProduct
+from fusestep.ops.quantize_joined import Joined
 from fusestep.ops.quantize_plan import CastPlan
 from fusestep.ops.quantized import Quantized
 
@@ -147,6 +148,12 @@ class Casts:
         They are formed in fp32 and rounded once.
         """
         raise NotImplementedError
+
+    def joined_gradient(
+        self, dy: Joined, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+    ) -> tuple[Quantized, Tensor | None]:
+        """The same of one that is three matrices, which are put together where no kernel takes them as they lie."""
+        return self.gradient(dy.together(), index, rowwise, columnwise, sums_dtype)
 
     def activation_gradient(
         self,

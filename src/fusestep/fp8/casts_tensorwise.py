@@ -19,6 +19,7 @@ from fusestep.ops.layouts import keep
 from fusestep.ops.norm_quantize import cast_norm
 from fusestep.ops.planned_product import PlannedProduct, fits
 from fusestep.ops.quantize import cast
+from fusestep.ops.quantize_joined import Joined, JoinedPlan, plan_joined
 from fusestep.ops.quantize_pair import PairPlan, plan_pair
 from fusestep.ops.quantize_plan import CastPlan, check_quantize, plan_cast, runs_kernels
 from fusestep.ops.quantized import Quantized
@@ -37,6 +38,7 @@ class TensorwiseCasts(Casts):
         self._scaling = record, margin, power_of_two
         self._plans: dict[tuple[Any, ...], CastPlan] = {}
         self._pairs: dict[tuple[Any, ...], PairPlan | None] = {}
+        self._joined: dict[tuple[Any, ...], JoinedPlan | None] = {}
 
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
         """The slots of a cast that no plan makes, and its place in them."""
@@ -141,6 +143,22 @@ class TensorwiseCasts(Casts):
             return None
         options = CastOptions(index, self.backward_dtype, rowwise, columnwise, *self._scaling)
         return plan_cast(dy, None, "", self.slots, options, self.counts, sums_dtype)
+
+    def joined_gradient(
+        self, dy: Joined, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+    ) -> tuple[Quantized, Tensor | None]:
+        a, b, c = matrices = dy.matrices
+        if not (runs_kernels(a) and is_plain(b) and is_plain(c)):
+            return super().joined_gradient(dy, index, rowwise, columnwise, sums_dtype)
+        layouts = (a.shape, a.stride(), b.shape, b.stride(), c.stride(), a.dtype, a.device)
+        key = (index, rowwise, columnwise, sums_dtype, dy.stretches, layouts)
+        if key not in self._joined:
+            options = CastOptions(index, self.backward_dtype, rowwise, columnwise, *self._scaling)
+            keep(self._joined, key, plan_joined(dy, self.slots, options, self.counts, sums_dtype), MOST_PLANS)
+        plan = self._joined[key]
+        if plan is None:
+            return super().joined_gradient(dy, index, rowwise, columnwise, sums_dtype)
+        return plan(matrices, self.slots, self.counts)
 
     def activation_gradient(
         self,

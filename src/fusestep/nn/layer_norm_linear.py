@@ -26,9 +26,11 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
+from fusestep.nn.head_split import HeadSplit, rows_of, split_gradients
 from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, Linear
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
+from fusestep.ops.quantize_joined import Joined
 
 
 class LayerNormLinear(Linear, NormedModule):
@@ -98,23 +100,30 @@ class LayerNormLinear(Linear, NormedModule):
         self._reset_norm()
         self._reset_linear()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, residual: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        x: Tensor,
+        is_first_microbatch: bool | None = None,
+        residual: Tensor | None = None,
+        split: HeadSplit | None = None,
+    ) -> Any:
         """Normalise and multiply.
 
         Args:
             x: (…, in_features); any strides, zero rows too.
             is_first_microbatch: as of Linear.
             residual: of x's shape, added to x before the norm.
+            split: return the queries, keys and values that y consists of, (q, k, v), in the place of y.
         Returns: y (…, out_features), or a tuple of it and, in this order, what was asked for: the bias (return_bias),
             the norm's output (return_layernorm_output), x + residual (where a residual is given).
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
         if torch.compiler.is_compiling() and self._leaves_graph(region):
-            return self._outside_of_a_graph(x, is_first_microbatch, residual)
+            return self._outside_of_a_graph(x, is_first_microbatch, residual, split)
         self._check_input(x, self.in_features, region)
         self._check_residual(x, residual)
-        total = normed = None
+        total = normed = heads = None
         if self._parallel is not None:
             normed, total = self._normalised(x, residual)
             product = Linear.forward(self, normed, is_first_microbatch)
@@ -133,9 +142,13 @@ class LayerNormLinear(Linear, NormedModule):
                 weight, sources, bias = self._weight_and_bias()
                 added = None if self.return_bias else bias
                 settings = (self.eps, self.centred, self.return_layernorm_output)
-                call = (self, casts, sources, grad, is_first_microbatch, settings)
+                call = (self, casts, sources, grad, is_first_microbatch, settings, split)
                 result = _apply(x, residual, *self._norm_parameters(), weight, added, call)
+                if split is not None:
+                    heads, result = result[:3], result[2:]  # v stands where y would
                 y, total, normed = sorted_out(result, residual is not None, self.return_layernorm_output)
+        if split is not None:
+            y = split.views(y) if heads is None else heads
         if not (self.return_bias or self.return_layernorm_output or residual is not None):
             return y
         results: list[Any] = [y]
@@ -153,9 +166,9 @@ class LayerNormLinear(Linear, NormedModule):
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """y, or a tuple with x + residual and the norm where they are asked for.
+    """y, or a tuple with x + residual and the norm where they are asked for; q, k and v instead of y with a split.
 
-    `call` is that of _Linear and (eps, centred, whether to give the norm).
+    `call` is that of _Linear, (eps, centred, whether to give the norm), and the split or None.
     """
 
     @staticmethod
@@ -169,7 +182,7 @@ class _LayerNormLinear(torch.autograd.Function):
         bias: Tensor | None,
         call: tuple[Any, ...],
     ) -> Any:
-        module, casts, sources, grad, first, (eps, centred, keep_output) = call
+        module, casts, sources, grad, first, (eps, centred, keep_output), split = call
         *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         through = grad and any(norm_needed)
         dtype = activation_dtype(x)
@@ -192,11 +205,13 @@ class _LayerNormLinear(torch.autograd.Function):
             ctx.casts, ctx.centred, ctx.is_transposed = casts, centred, quantized.transposed is not None
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype, weight.dtype
             ctx.sums_dtype = bias.dtype if bias is not None and bias_needed else None
-        ctx.has_total, ctx.has_output = normed.total is not None, normed.output is not None
-        return present(shaped(y, x), normed.total, normed.output)
+        ctx.has_total, ctx.has_output, ctx.split = normed.total is not None, normed.output is not None, split
+        y = shaped(y, x)
+        return present(*((y,) if split is None else split.of(y)), normed.total, normed.output)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        dy, others = split_gradients(ctx.split, gradients)
         dtotal = others[0] if ctx.has_total else None
         dnormed = others[-1] if ctx.has_output else None
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -205,7 +220,7 @@ class _LayerNormLinear(torch.autograd.Function):
 
     @staticmethod
     def _gradients(
-        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dnormed: Tensor | None
+        ctx: Any, dy: Tensor | Joined | None, dtotal: Tensor | None, dnormed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, statistics, norm_weight, norm_bias, kept, scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
         *norm_needed, weight_needed, _, _ = ctx.needs_input_grad
@@ -214,17 +229,20 @@ class _LayerNormLinear(torch.autograd.Function):
         dn = dweight = dbias = None
         through = any(norm_needed)
         if dy is not None:
-            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
             width = x.shape[-1]
             if through or weight_needed:
-                q, dbias = casts.gradient(rows, GRADIENT, through, weight_needed, ctx.sums_dtype)
+                wanted = GRADIENT, through, weight_needed, ctx.sums_dtype
+                if isinstance(dy, Joined):
+                    q, dbias = casts.joined_gradient(dy, *wanted)
+                else:
+                    q, dbias = casts.gradient(rows_of(dy), *wanted)
                 if through:
                     dn = input_gradient(casts, q, weight_transposed, weight_scale_inv, width, dtype).view(x.shape)
                 if weight_needed:
                     transposed = kept if ctx.is_transposed else transpose_bytes(kept)
                     dweight = weight_gradient(casts, q, transposed, scale_inv, width, weight_dtype)
             elif ctx.sums_dtype is not None:
-                dbias = rows.sum(0, dtype=torch.float32).to(ctx.sums_dtype)
+                dbias = rows_of(dy).sum(0, dtype=torch.float32).to(ctx.sums_dtype)
         gradients = norm_gradients(
             dn,
             dtotal,

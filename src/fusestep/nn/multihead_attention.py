@@ -23,6 +23,7 @@ from fusestep.nn.attention import BiasType, DotProductAttention, Format, Masks, 
 from fusestep.nn.attention_masks import default_alibi_slopes
 from fusestep.nn.fp8_module import Initialiser
 from fusestep.nn.fused_norm import Normalization
+from fusestep.nn.head_split import HeadSplit, is_watched
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.linear import Linear
 from fusestep.nn.normalization import LayerNorm, RMSNorm
@@ -231,14 +232,14 @@ class MultiheadAttention(nn.Module):
         """
         mixed, *others = self._product(hidden_states, residual, is_first_microbatch)
         if self.attention_type == "self":
-            q, k, v = self._heads(mixed)
+            q, k, v = mixed
             cu_seqlens_kv, max_seqlen_kv = cu_seqlens_q, max_seqlen_q  # the same sequences
         else:
             if encoder_output is None:
                 raise UserError(
                     f"{type(self).__name__}: cross attention takes keys and values of an encoder; pass encoder_output."
                 )
-            q = mixed.unflatten(-1, (self.num_attention_heads, self.kv_channels))
+            q = mixed
             k, v = self._keys_and_values(self.key_value(encoder_output, is_first_microbatch))
         q, k = self._placed(q, k, rotary_pos_emb, cu_seqlens_q, cu_seqlens_kv)
         attend: Any = self.core_attention if self._parallel is None else self._attend_own_heads
@@ -282,26 +283,34 @@ class MultiheadAttention(nn.Module):
             attended: Tensor = core(q, k, v, attention_mask, **options)
         return attended
 
-    def _product(self, x: Tensor, residual: Tensor | None, first: bool | None) -> tuple[Tensor, ...]:
-        """The first product, the norm's output if it is to be returned, and x + residual if a residual was given."""
-        names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
+    def _product(self, x: Tensor, residual: Tensor | None, first: bool | None) -> tuple[Any, ...]:
+        """(q, k, v) by heads, or in cross attention q alone; the norm's output if it is to be returned, and
+        x + residual if a residual was given."""
+        is_self = self.attention_type == "self"
+        options: dict[str, Any] = {}
+        names = ("layernorm_qkv", "qkv") if is_self else ("layernorm_query", "query_layer")
         module: Any = self._modules[names[0] if self.input_layernorm else names[1]]
+        others: tuple[Tensor, ...] = ()
+        split = HeadSplit(self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.is_interleaved)
+        hands_out = is_self and may_split(module)
+        if hands_out:
+            options["split"] = split
         if self.input_layernorm:
-            results = module(x, first) if residual is None else module(x, first, residual=residual)
-            return results if isinstance(results, tuple) else (results,)
-        if residual is None:
-            return (module(x, first),)
-        stream = x + residual
-        return module(stream, first), stream
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(…, rows) as (…, H, D), (…, G, D), (…, G, D); views, and in backward one kernel that puts them together."""
-        H, G, D = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
-        if self.is_interleaved:
-            q, k, v = mixed.unflatten(-1, (G, H // G + 2, D)).split((H // G, 1, 1), -2)
-            return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
-        q, k, v = mixed.split((H * D, G * D, G * D), -1)
-        return q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, D))
+            if residual is not None:
+                options["residual"] = residual
+            mixed = module(x, first, **options)
+            if residual is not None or self.return_layernorm_output:
+                mixed, *others = mixed
+        elif residual is None:
+            mixed = module(x, first, **options)
+        else:
+            stream = x + residual
+            mixed, others = module(stream, first, **options), (stream,)
+        if not is_self:
+            mixed = mixed.unflatten(-1, (self.num_attention_heads, self.kv_channels))
+        elif not hands_out:
+            mixed = split.views(mixed)
+        return mixed, *others
 
     def _keys_and_values(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         G, D = self.num_gqa_groups, self.kv_channels
@@ -331,6 +340,12 @@ class MultiheadAttention(nn.Module):
         if self.has_qk_norm and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k
+
+
+def may_split(module: nn.Module) -> bool:
+    """Whether the first product can hand out q, k and v itself, as FP8 would have it (head_split.py): nobody stands in
+    its place, and nobody waits for its output or the gradient of that."""
+    return type(module) is LayerNormLinear and not (torch.compiler.is_compiling() or is_watched(module))
 
 
 def sequence_dim_of(layout: str) -> int:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from fusestep.ops import fp8_cast, quantize_kernel, quantize_launch, quantize_pair_kernel, quantize_scale_kernel
+from fusestep.ops import (
+    fp8_cast,
+    quantize_joined_kernel,
+    quantize_kernel,
+    quantize_launch,
+    quantize_pair_kernel,
+    quantize_scale_kernel,
+)
 from fusestep.ops.activation import activation_backward_reference, activation_reference
 from fusestep.ops.quantize import quantize, quantize_activation, quantize_activation_backward, transpose_bytes
 from fusestep.ops.quantized import Quantized
@@ -68,6 +75,7 @@ def compilations() -> Iterator[Compilation]:
     yield _cast("silu", True, True, columnwise=True, in_hardware=False)
     yield _cast("", False, False, columnwise=True, in_hardware=True, searches=False)
     yield from _pairs()
+    yield from _joined()
     choice = quantize_launch.transpose_launch()
     yield _compilation(
         quantize_kernel._transpose_kernel,
@@ -185,6 +193,45 @@ def _pairs() -> Iterator[Compilation]:
         )
 
 
+def _joined() -> Iterator[Compilation]:
+    """Three matrices as one: with a slot, and with the scale of their own."""
+    inputs: dict[str, str | None] = {"a_ptr": "bf16", "b_ptr": "bf16", "c_ptr": "bf16"}
+    numbers = {"rows": "i32", "a_stride": "i32", "b_stride": "i32", "c_stride": "i32", "index": "i32"}
+    finder, choice = quantize_launch.amax_launch(4096), quantize_launch.quantize_launch(True, True)
+    for slots, in_hardware in (("fp32", True), (None, True), ("fp32", False)):
+        what = f"three as one{'' if slots is None else ', a slot'}{'' if in_hardware else ', rounded by integers'}"
+        yield _compilation(
+            quantize_joined_kernel._amax_joined_kernel,
+            f"amax of {what}",
+            inputs | {"slots_ptr": slots, "maxima_ptr": "i32"},
+            numbers | {"a_columns": "i32", "b_columns": "i32", "c_columns": "i32"},
+            {"ROWS": finder.rows, "COLUMNS": finder.columns, "STAGES": quantize_launch.AMAX_STAGES},
+            finder.warps,
+        )
+        output = "fp8e5" if in_hardware else "u8"
+        yield _compilation(
+            quantize_joined_kernel._quantize_joined_kernel,
+            what,
+            inputs
+            | {"data_ptr": output, "transposed_ptr": output, "scale_inv_ptr": "fp32", "slots_ptr": slots}
+            | {"maxima_ptr": "i32", "counts_ptr": None, "partials_ptr": "fp32"},
+            numbers | {"columns": "i32", "a_width": "i32", "b_width": "i32", "c_width": "i32", "maxima": "i32"},
+            {
+                "E4M3": False,
+                "HARDWARE_CAST": in_hardware,
+                "RECORD": slots is not None,
+                "MARGIN": 0,
+                "POWER_OF_TWO": False,
+                "ROWS": choice.rows,
+                "COLUMNS": choice.columns,
+                "TILES": choice.tiles,
+                **quantize_launch.search_constants(finder),
+            },
+            choice.warps,
+            minimum_capability=90 if in_hardware else 80,
+        )
+
+
 def _compilation(
     kernel: Any,
     label: str,
@@ -197,7 +244,7 @@ def _compilation(
     """A configuration with aligned pointers; a pointer of None is not there, which Triton treats as a constant."""
     there = {name: f"*{element}" for name, element in pointers.items() if element is not None}
     constants = {name: None for name, element in pointers.items() if element is None} | constants
-    aligned = frozenset(there) | {name for name in numbers if name == "columns" or name.endswith("_stride")}
+    aligned = frozenset(there) | {name for name in numbers if name.endswith(("columns", "_width", "_stride"))}
     if kernel is quantize_kernel._transpose_kernel:
         aligned = frozenset(there)
     return Compilation(
