@@ -6,6 +6,7 @@ Nothing of ours needs them. One that is not installed has no rows, and the resul
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusestep.ladder.peer_steps import name_what_cannot_be_fingerprinted
+from fusestep.ladder.peer_functions import CHUNK, liger_loss, quack_layer_norm, quack_loss
 from fusestep.ladder.peers import load as load_anew
 from fusestep.ladder.peers import place_of, version_of
 
@@ -27,8 +28,16 @@ load = functools.cache(load_anew)
 
 
 def versions() -> dict[str, str]:
-    """The version of each library, or "not installed", as for one that lacks what it needs."""
-    return {name: (version_of(name) or "unknown version") if has(name) else NOT_INSTALLED for name in LIBRARIES}
+    """The version of each library, or "not installed", as for one that lacks what it needs.
+
+    Liger and QuACK run on CUTLASS's DSL where there is one, so its version is told too.
+    """
+    found = {name: (version_of(name) or "unknown version") if has(name) else NOT_INSTALLED for name in LIBRARIES}
+    cutlass = next(iter(importlib.metadata.distributions(name="nvidia-cutlass-dsl")), None)
+    for name in ("liger", "quack"):
+        if cutlass is not None and found[name] != NOT_INSTALLED:
+            found[name] += f", CUTLASS DSL {cutlass.version}"
+    return found
 
 
 def has(name: str) -> bool:
@@ -77,53 +86,20 @@ class _QuackNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
-            y: Tensor = _QuackLayerNorm.apply(  # type: ignore[no-untyped-call]
-                x, self.weight, self.bias, self.eps
-            )
-            return y
+            return quack_layer_norm(x, self.weight, self.bias, self.eps)
         made: Tensor = load("quack.rmsnorm").rmsnorm(x, self.weight, eps=self.eps)
         return made
-
-
-class _QuackLayerNorm(torch.autograd.Function):
-    """QuACK has LayerNorm's two passes and no gradient over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        module = load("quack.rmsnorm")
-        y, rstd, mean = module.layernorm_fwd(x, weight, bias, eps=eps, return_rstd=True, return_mean=True)
-        ctx.save_for_backward(x, weight, rstd, mean)
-        out: Tensor = y
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, rstd, mean = ctx.saved_tensors
-        module = load("quack.rmsnorm")
-        return *module.layernorm_bwd(x, weight, gradient, rstd, mean), None
 
 
 def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Head product and mean loss of x (tokens, width), weight (V, width), target (tokens,)."""
     made: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     if has("liger"):
-        made["liger"] = _liger_loss
+        made["liger"] = functools.partial(liger_loss, chunk=None)
+        made[f"liger, {CHUNK} tokens at a time"] = liger_loss
     if has("quack"):
-        name_what_cannot_be_fingerprinted()
-        made["quack"] = _quack_loss
+        made["quack"] = quack_loss
     return made
-
-
-def _liger_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = load("liger_kernel.ops.fused_linear_cross_entropy")
-    loss: Tensor = module.LigerFusedLinearCrossEntropyFunction.apply(x, weight, target)[0]
-    return loss
-
-
-def _quack_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    module = load("quack.linear_cross_entropy")
-    loss: Tensor = module.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
-    return loss
 
 
 def cross_entropies() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:

@@ -29,11 +29,13 @@ class LigerLayerNorm(nn.LayerNorm):
 LIGER_LOSS = """
 import torch
 from torch.nn import functional as F
-class LigerFusedLinearCrossEntropyFunction:
-    @staticmethod
-    def apply(x, weight, target):
-        assert not torch.is_autocast_enabled("cpu")
-        return F.cross_entropy((x @ weight.t()).float(), target), None
+chunks = []
+def liger_fused_linear_cross_entropy(input, weight, target, bias=None, chunk_mem_const=1):
+    assert not torch.is_autocast_enabled("cpu")
+    # The chunk that Liger makes of its constant.
+    pieces = -(-weight.shape[0] // (chunk_mem_const * input.shape[1]))
+    chunks.append(min(1 << (-(-input.shape[0] // pieces) - 1).bit_length(), input.shape[0]))
+    return F.cross_entropy((input @ weight.t()).float(), target)
 """
 TORCHAO = """
 converted = []
@@ -49,20 +51,26 @@ def convert_to_float8_training(model, *, config, module_filter_fn):
 """
 QUACK_NORM = """
 import torch
-def layernorm_fwd(x, weight, eps, return_rstd, return_mean):
+def layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
+    assert x.dim() == 2 and weight.dtype == bias.dtype == torch.float32
+    assert return_rstd and return_mean
     wide = x.float()
     mean = wide.mean(1)
     rstd = (wide.var(1, unbiased=False) + eps).rsqrt()
-    return ((wide - mean[:, None]) * rstd[:, None] * weight).to(x.dtype), rstd, mean
-def layernorm_bwd(x, weight, dy, rstd, mean):
+    return ((wide - mean[:, None]) * rstd[:, None] * weight + bias).to(x.dtype), rstd, mean
+def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
+    assert has_bias and dout.is_contiguous()
     hat = (x.float() - mean[:, None]) * rstd[:, None]
-    g = dy.float() * weight
+    g = dout.float() * weight
     dx = (g - g.mean(1, keepdim=True) - hat * (g * hat).mean(1, keepdim=True)) * rstd[:, None]
-    return dx.to(x.dtype), (dy.float() * hat).sum(0)
+    return dx.to(x.dtype), (dout.float() * hat).sum(0), dout.float().sum(0)
 """
 QUACK_LOSS = """
 from torch.nn import functional as F
-def chunked_linear_cross_entropy(x, weight, target, chunk_size, reduction):
+from quack.gemm_runtime import identity
+identity.semantic_value_key(object())  # kernels' values are named as the module is imported
+def chunked_linear_cross_entropy(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean"):
+    assert chunk_size % 128 == 0
     return F.cross_entropy((x @ weight.t()).float(), target, reduction=reduction)
 """
 
@@ -74,7 +82,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(SHIMS, folder, ignore=shutil.ignore_patterns("__pycache__", "*.dist-info"))
     for file, text in {
         "liger_kernel/transformers/layer_norm.py": LIGER_NORM,
-        "liger_kernel/ops/fused_linear_cross_entropy.py": LIGER_LOSS,
+        "liger_kernel/transformers/functional.py": LIGER_LOSS,
         "torchao/float8/__init__.py": TORCHAO,
         "quack/rmsnorm.py": QUACK_NORM,
         "quack/linear_cross_entropy.py": QUACK_LOSS,
@@ -118,6 +126,20 @@ import apex, torchao.float8, quack.gemm_runtime.identity as identity
 found["files"] = [apex.__file__, torchao.float8.__file__]
 found["converted"] = torchao.float8.converted
 found["opaque"] = identity.semantic_value_key(object())
+from liger_kernel.transformers.functional import chunks
+from fusestep.ladder.peer_functions import liger_loss, quack_layer_norm, quack_loss
+x, weight, bias = torch.randn(6, 4, 40, requires_grad=True), torch.rand(40, requires_grad=True), torch.randn(40)
+bias.requires_grad_()
+given = [quack_layer_norm(x, weight, bias, 1e-3), torch.layer_norm(x, [40], weight, bias, 1e-3)]
+dy = torch.randn(4, 6, 40).transpose(0, 1)
+pairs = [given, *zip(*(torch.autograd.grad(y, (x, weight, bias), dy) for y in given))]
+found["quack norm"] = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+target = torch.randint(500, (10000,))
+x, weight = torch.randn(10000, 6), torch.randn(500, 6)
+chunks.clear()
+values = [liger_loss(x, weight, target), liger_loss(x, weight, target, chunk=None), quack_loss(x, weight, target)]
+found["losses"] = [float(one) for one in (*values, torch.nn.functional.cross_entropy(x @ weight.t(), target))]
+found["chunks"] = chunks
 print(json.dumps(found))
 """
 
@@ -157,6 +179,14 @@ def test_peers_are_what_is_installed_and_never_fusesteps_own_shims(trained: dict
     layers = ("attention.qkv", "attention.proj", "up", "down")
     assert trained["converted"] == [f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers]
     assert trained["opaque"][0] == "opaque"
+
+
+def test_functions_of_other_libraries_compute_what_torch_does(trained: dict[str, Any]) -> None:
+    assert len(trained["quack norm"]) == 4
+    assert max(trained["quack norm"]) < 1e-5
+    *values, wanted = trained["losses"]
+    assert values == pytest.approx([wanted] * 3, rel=1e-5)
+    assert trained["chunks"] == [4096, 128]  # the second is Liger's own choice
 
 
 def test_where_a_peer_is_and_its_version(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

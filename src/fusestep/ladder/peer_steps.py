@@ -6,7 +6,6 @@ Everything of theirs is imported here, in the process of one contender.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from fusestep.errors import UserError
 from fusestep.ladder.own import Own
+from fusestep.ladder.peer_functions import CHUNK, liger_loss, quack_layer_norm, quack_loss
 from fusestep.ladder.peer_model import LayersGPT, PeerGPT
 from fusestep.ladder.peers import load
 from fusestep.ladder.rungs import Recipe
@@ -175,16 +175,19 @@ def _liger(parts: _Parts) -> TorchStep:
     what = Part("LigerLayerNorm", "liger", norms.__name__)
     if not isinstance(model, PeerGPT):
         return parts.step(model, parts.loss(), what)
-    fused = load("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    part = Part("fused linear cross entropy", "liger", f"at most about {CHUNK} tokens' logits exist at a time")
+    return parts.step(model, _of_hidden(liger_loss), what, part)
 
-    def loss(model: PeerGPT, tokens: Tensor, targets: Tensor) -> Tensor:
+
+def _of_hidden(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The loss of a PeerGPT, from one that takes the head's input and weight."""
+
+    def of_model(model: PeerGPT, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden, weight = _in_bf16(model, tokens)
-        with torch.autocast(parts.device.type, enabled=False):
-            out = fused.apply(hidden, weight, targets.flatten())
-        mean: Tensor = out[0] if isinstance(out, tuple) else out
-        return mean
+        with torch.autocast(hidden.device.type, enabled=False):
+            return loss(hidden, weight, targets.flatten())
 
-    return parts.step(model, loss, what, Part("fused linear cross entropy", "liger", "all logits never exist"))
+    return of_model
 
 
 def _in_bf16(model: PeerGPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,70 +215,23 @@ def _torchao(parts: _Parts) -> TorchStep:
 
 
 def _quack(parts: _Parts) -> TorchStep:
-    """Its LayerNorm where the version has one with a bias to train, and its chunked linear cross entropy."""
-    name_what_cannot_be_fingerprinted()
-    chunked = load("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    norms = load("quack.rmsnorm")
-    model = parts.gpt(lambda width: _QuackLayerNorm(norms, width, EPSILON))
-
-    def loss(model: PeerGPT, tokens: Tensor, targets: Tensor) -> Tensor:
-        hidden, weight = _in_bf16(model, tokens)
-        with torch.autocast(parts.device.type, enabled=False):
-            out: Tensor = chunked(hidden, weight, targets.flatten(), chunk_size=4096, reduction="mean")
-        return out
-
+    """Its LayerNorm and its chunked linear cross entropy."""
+    model = parts.gpt(lambda width: _QuackLayerNorm(width, EPSILON))
     what = (
         Part("LayerNorm", "quack", "layernorm_fwd and layernorm_bwd"),
         Part("linear cross entropy", "quack", "chunks"),
     )
-    return parts.step(model, loss, *what)
-
-
-def name_what_cannot_be_fingerprinted() -> None:
-    """Newer CUTLASS hands QuACK values that it cannot fingerprint for its cache; name those by their type."""
-    try:
-        identity: Any = load("quack.gemm_runtime.identity")
-    except ModuleNotFoundError:
-        return
-    key = identity.semantic_value_key
-
-    def named(value: Any, seen: Any = None) -> Any:
-        try:
-            return key(value, seen)
-        except TypeError:
-            return ("opaque", str(type(value)))
-
-    identity.semantic_value_key = named
+    return parts.step(model, _of_hidden(quack_loss), *what)
 
 
 class _QuackLayerNorm(nn.Module):
-    """QuACK's LayerNorm, which scales alone; the bias is added by torch."""
+    """QuACK's LayerNorm, BF16 in and out, as torch.amp's fused kernels would have it."""
 
-    def __init__(self, norms: ModuleType, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self._norms, self._eps = norms, eps
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # BF16 in and out, as torch.amp's fused kernels would have it.
-        x = x.to(torch.bfloat16)
-        scaled: Tensor = _QuackFunction.apply(x.flatten(0, -2), self.weight, self._norms, self._eps)  # type: ignore[no-untyped-call]
-        return scaled.view_as(x) + self.bias.to(x.dtype)
-
-
-class _QuackFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norms: ModuleType, eps: float) -> Tensor:
-        y, rstd, mean = norms.layernorm_fwd(x, weight, eps=eps, return_rstd=True, return_mean=True)
-        ctx.save_for_backward(x, weight, rstd, mean)
-        ctx.norms = norms
-        out: Tensor = y
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, rstd, mean = ctx.saved_tensors
-        found = ctx.norms.layernorm_bwd(x, weight, dy.contiguous(), rstd, mean)
-        dx, dweight = found[0], found[1]
-        return dx, dweight.to(weight.dtype), None, None
+        return quack_layer_norm(x.to(torch.bfloat16), self.weight, self.bias, self.eps)
