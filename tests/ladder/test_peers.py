@@ -58,12 +58,12 @@ def layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean
     mean = wide.mean(1)
     rstd = (wide.var(1, unbiased=False) + eps).rsqrt()
     return ((wide - mean[:, None]) * rstd[:, None] * weight + bias).to(x.dtype), rstd, mean
-def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
-    assert has_bias and dout.is_contiguous()
+def layernorm_bwd(x, weight, dy, rstd, mean, has_bias=True):
+    assert has_bias and dy.is_contiguous()
     hat = (x.float() - mean[:, None]) * rstd[:, None]
-    g = dout.float() * weight
+    g = dy.float() * weight
     dx = (g - g.mean(1, keepdim=True) - hat * (g * hat).mean(1, keepdim=True)) * rstd[:, None]
-    return dx.to(x.dtype), (dout.float() * hat).sum(0), dout.float().sum(0)
+    return dx.to(x.dtype), (dy.float() * hat).sum(0), dy.float().sum(0)
 """
 QUACK_LOSS = """
 from torch.nn import functional as F
