@@ -61,8 +61,9 @@ class GPT(nn.Module):
         # Built without storage: torch's own initial values would be drawn for nothing, in an order that differs
         # between the forms.
         with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.position = nn.Embedding(config.context, config.width)
+            table = fused.Embedding if config.form == "fused" else nn.Embedding
+            self.embedding = table(config.vocab_size, config.width)
+            self.position = table(config.context, config.width)
             self.blocks = nn.ModuleList(_BLOCKS[config.form](config) for _ in range(config.layers))
             norm = fused.FusedLayerNorm if config.has_fused_norm else nn.LayerNorm
             self.final_norm = norm(config.width, eps=EPSILON)
@@ -125,6 +126,9 @@ class GPT(nn.Module):
     def _hidden(self, tokens: Tensor) -> Tensor:
         """What the head multiplies: (B, T) to (B, T, W)."""
         self._check(tokens)
+        if self._parallel is None and self.config.form == "fused":
+            x = self.embedding(tokens, positions=self.position.weight)
+            return self._trunk(F.dropout(x, self.config.dropout, self.training))
         places = torch.arange(tokens.shape[1], device=tokens.device)
         if self._parallel is None:
             x = self.embedding(tokens) + self.position(places)

@@ -2,6 +2,7 @@
 
 from fusestep.nn import functional
 from fusestep.nn.attention import DotProductAttention
+from fusestep.nn.embedding import Embedding
 from fusestep.nn.grouped_linear import GroupedLinear
 from fusestep.nn.layer_norm_linear import LayerNormLinear
 from fusestep.nn.layer_norm_mlp import LayerNormMLP
@@ -14,6 +15,7 @@ from fusestep.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "Embedding",
     "FusedLayerNorm",
     "FusedRMSNorm",
     "GroupedLinear",
