@@ -74,6 +74,7 @@ def compilations() -> Iterator[Compilation]:
     yield _cast("", False, False, columnwise=True, in_hardware=False)
     yield _cast("silu", True, True, columnwise=True, in_hardware=False)
     yield _cast("", False, False, columnwise=True, in_hardware=True, searches=False)
+    yield _cast("silu", True, True, columnwise=True, in_hardware=True, adds=True)
     yield from _pairs()
     yield from _joined()
     choice = quantize_launch.transpose_launch()
@@ -91,9 +92,15 @@ _NUMBERS = {"rows": "i32", "columns": "i32", "x_stride": "i32", "h_stride": "i32
 
 
 def _cast(
-    activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool, searches: bool = True
+    activation: str,
+    gated: bool,
+    gradient: bool,
+    columnwise: bool,
+    in_hardware: bool,
+    searches: bool = True,
+    adds: bool = False,
 ) -> Compilation:
-    """`searches`: the cast finds its amax itself, else a pass before has."""
+    """`searches`: the cast finds its amax itself, else a pass before has; `adds`: it adds its partial sums, too."""
     finder = quantize_launch.amax_launch(4096)
     choice = quantize_launch.quantize_launch(columnwise, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
@@ -109,6 +116,7 @@ def _cast(
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
         "TILES": choice.tiles,
+        "PART_ROWS": quantize_launch.PART_ROWS,
         **quantize_launch.search_constants(finder),
     }
     pointers = {
@@ -121,10 +129,12 @@ def _cast(
         "maxima_ptr": None if searches else "i32",
         "counts_ptr": "i64" if not activation else None,
         "partials_ptr": "fp32" if gradient else None,
+        "sums_ptr": "bf16" if adds else None,
+        "counters_ptr": "i32" if adds else None,
     }
     what = "gradient of " * gradient + (activation or "plain") + " (gated)" * gated
     label = f"{what}{', both ways' if columnwise else ''}{'' if in_hardware else ', rounded by integers'}"
-    label += "" if searches else ", after a pass"
+    label += f"{'' if searches else ', after a pass'}{', with their total' if adds else ''}"
     capability = fp8_cast.CAST_CAPABILITY if in_hardware else (8, 0)
     return _compilation(
         *(quantize_kernel._quantize_kernel, label, pointers, _NUMBERS | {"maxima": "i32"}, constants, choice.warps),
