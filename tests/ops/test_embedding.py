@@ -111,10 +111,9 @@ def test_kernels_at_the_edges_of_blocks_and_chunks(tokens: int) -> None:
 def test_kernels_order_the_keys_of_several_chunks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.sort does, which takes over where there are too many chunks."""
     monkeypatch.setattr(embedding_gradient, "MOST_CHUNKS", most)
-    monkeypatch.setattr(embedding_gradient, "RANKED", 16)
     embedding_gradient._plan.cache_clear()
-    assert embedding_gradient.chunk_of(1100) == (512 if most else 0)
-    ids = torch.cat((torch.randint(9, (1, 550)), torch.full((1, 550), 4)), 1)
+    assert embedding_gradient.chunk_of(530) == (512 if most else 0)
+    ids = torch.cat((torch.randint(9, (33, 10)), torch.full((20, 10), 4)))
     check(ids, 11, 2, torch.float32, padding=3)
     embedding_gradient._plan.cache_clear()
 
@@ -135,7 +134,7 @@ def test_any_ids_agree_with_float64(data: st.DataObject) -> None:
 
 
 @pytest.mark.interpreter
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_kernels_of_any_ids_agree_with_float64(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 9))
@@ -238,12 +237,13 @@ def test_gradients_to_second_order() -> None:
     tables = [torch.randn(size, 3, dtype=torch.float64, requires_grad=True) for size in (6, 4)]
 
     def look_up(weight: Tensor, positions: Tensor) -> Tensor:
-        return embedding(ids, weight, 2, positions=positions)
+        return embedding(ids, weight, positions=positions)
 
     assert torch.autograd.gradcheck(look_up, tables)
     assert torch.autograd.gradgradcheck(look_up, tables)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_op_serves_the_compiler_and_transforms() -> None:
     ids, weight, positions = torch.randint(9, (2, 5)), torch.randn(9, 4), torch.randn(6, 4)
     torch.library.opcheck(embedding_forward, (ids, weight, positions))
