@@ -1,16 +1,13 @@
-"""TrainStep's course of warm-up, capture and replay on a CPU, with a stand-in for CUDA's graphs.
+"""TrainStep's course of warm-up, capture and replay on a CPU, with a stand-in for CUDA's graphs (conftest.py).
 
-The stand-in takes a step while it captures, takes all that was written back, and a replay takes the step again on the
-graph's own tensors, as a graph does. What only CUDA can show is in test_train_step.py.
+What only CUDA can show is in test_train_step.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,89 +17,7 @@ from torch import Tensor, nn
 
 from fusestep import TrainStep
 from fusestep.errors import UserError
-from fusestep.graph import train_step
 from fusestep.optim import FusedAdam
-
-
-class Stand:
-    """Stands for CUDA while a step captures."""
-
-    def __init__(self) -> None:
-        self.is_capturing = False
-        self.ends_badly = False
-        self.replays = 0
-        self.generator_states: list[str] = []
-
-
-class Graph:
-    """Stands for torch.cuda.CUDAGraph."""
-
-    def __init__(self, stand: Stand) -> None:
-        self.stand = stand
-        self.again: Callable[[], Tensor] | None = None
-        self.loss: Tensor | None = None
-
-    def replay(self) -> None:
-        assert self.again is not None
-        assert self.loss is not None
-        self.stand.replays += 1
-        self.loss.copy_(self.again())
-
-
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
-    """Steps on a CPU believe that they have graphs."""
-    stand = Stand()
-    current: list[Graph] = []
-
-    @contextlib.contextmanager
-    def capturing(made: Graph, **_: Any) -> Iterator[None]:
-        current.append(made)
-        stand.is_capturing = True
-        try:
-            yield
-        finally:
-            stand.is_capturing = False
-            current.pop()
-        if stand.ends_badly:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    real = TrainStep._eager
-
-    def eager(self: Any, batch: Any) -> Tensor:
-        if not current:
-            return real(self, batch)
-        model, optimizer = self.model, self.optimizer
-        written: list[Tensor] = [*model.parameters(), *model.buffers()]
-        written += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-        written += [optimizer._counters] if isinstance(optimizer, FusedAdam) else []
-        before = [tensor.detach().clone() for tensor in written]
-        loss = real(self, batch)
-        with torch.no_grad():
-            for tensor, value in zip(written, before, strict=True):
-                tensor.copy_(value)
-        current[-1].again, current[-1].loss = lambda: real(self, batch), loss
-        return loss
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=stand.generator_states.append)
-    cuda = SimpleNamespace(
-        CUDAGraph=lambda: Graph(stand),
-        graph=capturing,
-        graph_pool_handle=object,
-        current_stream=lambda device: stream,
-        set_stream=lambda given: None,
-        stream=lambda stream: contextlib.nullcontext(),
-        get_sync_debug_mode=lambda: 0,
-        set_sync_debug_mode=lambda mode: None,
-        memory_reserved=lambda device: 0,
-        default_generators=[generator],
-    )
-    monkeypatch.setattr(train_step.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
-    monkeypatch.setattr(TrainStep, "_prepare", lambda self: setattr(self, "_stream", stream))
-    monkeypatch.setattr(TrainStep, "_eager", eager)
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
-    return stand
 
 
 def small() -> nn.Sequential:
@@ -137,7 +52,7 @@ def take(step: TrainStep, twin: TrainStep, batches: list[Any]) -> None:
     assert_alike(step, twin)
 
 
-def test_three_steps_one_by_one_then_replays(stand: Stand) -> None:
+def test_three_steps_one_by_one_then_replays(stand: Any) -> None:
     step, twin = pair()
     take(step, twin, data(3))
     assert (len(step.captures), stand.replays) == (0, 0)
@@ -146,7 +61,7 @@ def test_three_steps_one_by_one_then_replays(stand: Stand) -> None:
     assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_batches_may_be_dicts_and_what_is_in_them_is_told_apart(stand: Stand) -> None:
+def test_batches_may_be_dicts_and_what_is_in_them_is_told_apart(stand: Any) -> None:
     def loss_fn(model: nn.Module, batch: dict[str, Any], factors: tuple[Any, ...]) -> Tensor:
         scale = 3.0 if factors[0] is True else float(factors[0])
         return F.mse_loss(model(batch["x"]), batch["more"][0]) * scale
@@ -162,7 +77,7 @@ def test_batches_may_be_dicts_and_what_is_in_them_is_told_apart(stand: Stand) ->
 
 @pytest.mark.parametrize("where", ["one by one", "watched", "capture", "replay"])
 @pytest.mark.parametrize("error", [KeyError("token"), KeyboardInterrupt()], ids=["an error", "an interrupt"])
-def test_a_loss_that_raises_leaves_no_trace(stand: Stand, where: str, error: BaseException) -> None:
+def test_a_loss_that_raises_leaves_no_trace(stand: Any, where: str, error: BaseException) -> None:
     calls: list[int] = []
     failing = {"one by one": 2, "watched": 3, "capture": 4, "replay": 0}[where]
 
@@ -189,9 +104,7 @@ def test_a_loss_that_raises_leaves_no_trace(stand: Stand, where: str, error: Bas
 
 
 @pytest.mark.parametrize("ends_badly", [False, True])
-def test_a_capture_that_fails_falls_back_and_an_error_around_it_is_not_its_reason(
-    stand: Stand, ends_badly: bool
-) -> None:
+def test_a_capture_that_fails_falls_back_and_an_error_around_it_is_not_its_reason(stand: Any, ends_badly: bool) -> None:
     stand.ends_badly = ends_badly
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -228,7 +141,7 @@ CHANGES: dict[str, Callable[[TrainStep], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_captured_anew(stand: Stand, change: str) -> None:
+def test_what_changes_is_captured_anew(stand: Any, change: str) -> None:
     step, twin = pair()
     take(step, twin, data(6))
     for one in (step, twin):
@@ -241,7 +154,7 @@ def test_what_changes_is_captured_anew(stand: Stand, change: str) -> None:
     assert len(step.captures) == 2
 
 
-def test_what_was_replaced_is_not_kept_alive(stand: Stand) -> None:
+def test_what_was_replaced_is_not_kept_alive(stand: Any) -> None:
     step, twin = pair()
     take(step, twin, data(5))
     assert step._baked._known
@@ -250,7 +163,7 @@ def test_what_was_replaced_is_not_kept_alive(stand: Stand) -> None:
 
 
 def test_the_kind_of_batch_that_was_not_used_for_longest_makes_room_which_is_told_once(
-    stand: Stand, caplog: pytest.LogCaptureFixture
+    stand: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, twin = pair(max_graphs=2)
     with caplog.at_level(logging.WARNING, "fusestep"):
@@ -279,7 +192,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(("where", "name"), [("state", "step"), ("group", "k"), ("nowhere", None)])
-def test_an_optimizer_that_counts_on_the_host_has_no_graph(stand: Stand, where: str, name: str | None) -> None:
+def test_an_optimizer_that_counts_on_the_host_has_no_graph(stand: Any, where: str, name: str | None) -> None:
     model = small()
     twin = copy.deepcopy(model)
     step = TrainStep(model, mean_square, Counting(model.parameters(), where))
@@ -292,7 +205,7 @@ def test_an_optimizer_that_counts_on_the_host_has_no_graph(stand: Stand, where: 
         assert step.fallback.startswith(f"it changes '{name}' of Counting on the host")
 
 
-def test_gradients_outside_of_the_optimizer_are_dropped_as_its_own_are(stand: Stand) -> None:
+def test_gradients_outside_of_the_optimizer_are_dropped_as_its_own_are(stand: Any) -> None:
     model = small()
     step = TrainStep(model, mean_square, FusedAdam(model[2].parameters()))
     for batch in data(6):

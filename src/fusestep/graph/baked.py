@@ -58,16 +58,16 @@ class Baked:
         return {p: part for p in self._step.model.parameters() if (part := part_of(p)) and part.is_current(p)}
 
     def watch_slots(self) -> None:
-        """A last step begins before a capture, within which nobody writes in the tables of slots but kernels of ours."""
+        """The last step before a capture begins: tables of slots in which it writes itself are not relied on."""
         self._watched = versions(self._states())
 
     def settled_slots(self) -> frozenset[int]:
-        """The slots that a capture of now may rely on to hold a scale, in this replay and the next. The host waits."""
+        """The slots that hold a scale, on which a capture of now may rely. The host waits."""
         self._watched = unwritten(self._watched)
         return holding(self._watched)
 
     def rely_on(self, copies: Held, settled: frozenset[int]) -> None:
-        """A graph reads these copies, and takes it that these of the `settled_slots` hold a scale."""
+        """A graph reads these copies, and relies on these `settled_slots` to hold a scale."""
         self._relied_on |= copies
         self._tables |= self._watched
         self._settled |= settled
