@@ -13,7 +13,7 @@ from fusestep.ops.cast_options import CastOptions
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.quantize_pair import plan_pair
 from fusestep.ops.quantize_plan import plan_cast
-from fusestep.ops.settled_slots import address, is_settled, settled
+from fusestep.ops.settled_slots import address, is_settled, note, settled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -134,6 +134,25 @@ def test_a_settled_cast_is_the_cast_without_its_pass(launches: list[str], kind: 
     with settled(frozenset({address(tables[1].data_ptr(), 0 if kind != "a pair" else 1)})):
         cast(kind, tables[1], counts[1])
     assert launches == usual  # another slot is, or one of a pair alone
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["plain", "a gradient", "a pair"])
+def test_a_cast_whose_slots_were_read_outside_of_captures_leaves_out_its_pass(launches: list[str], kind: str) -> None:
+    tables = [table(0.0, 3.7, 0.3) for _ in range(2)]
+    counts = [torch.zeros(3, 3, dtype=torch.int64) for _ in range(2)]
+    wanted = cast(kind, tables[0], counts[0])
+    usual = list(launches)
+    launches.clear()
+    note(tables[1], tables[1]._version, frozenset((1, 2)))
+    found = cast(kind, tables[1], counts[1])
+    assert launches == usual[1:]  # the first of them is the pass
+    for ours, theirs in zip([*found, tables[1], counts[1]], [*wanted, tables[0], counts[0]], strict=True):
+        same(ours, theirs)
+    launches.clear()
+    tables[1][0, 0] = 0.0  # a write, though it leaves these slots their scales
+    cast(kind, tables[1], counts[1])
+    assert launches == usual
 
 
 @pytest.mark.interpreter

@@ -23,6 +23,7 @@ from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.fp8.ranks import RanksTable
 from fusestep.fp8.recipes import DelayedScaling, Recipe
+from fusestep.fp8.settled import Watch
 from fusestep.fp8.state import Reference, Slots, ordered
 from fusestep.ops.layouts import keep
 from fusestep.ops.roll_scales import LARGEST, SCALE, RollTable, roll_scales, roll_scales_reference, scale_reference
@@ -121,7 +122,9 @@ def _without_compiling() -> Callable[[Pending, dict[Reference, Any]], None]:
 class _Batch:
     """States that one launch rolls, by their places; without a table, in plain PyTorch.
 
-    Attributes: amaxes: of each, where they are not the states' own; a table has their addresses.
+    Attributes:
+        amaxes: of each, where they are not the states' own; a table has their addresses.
+        watch: of the states of a table.
     """
 
     places: tuple[int, ...]
@@ -130,10 +133,13 @@ class _Batch:
     table: RollTable | None
     has_callable: bool
     amaxes: tuple[Tensor, ...] | None
+    watch: Watch
 
     def roll(self, states: Sequence[Slots]) -> None:
         if self.table is not None:
             self.table.roll()
+            if self.watch.is_due():
+                self.watch.look([states[place] for place in self.places])
             return
         members = [states[place] for place in self.places]
         if self.amaxes is not None:
@@ -165,7 +171,7 @@ def _plan(states: Sequence[Slots], amaxes: Sequence[Tensor] | None = None) -> li
             if is_near:
                 tensors = [(state.slots, state.history, state.rolls) for state in members]
                 table = RollTable(tensors, given, margin=margin, most_recent=most_recent)
-        plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable, given))
+        plan.append(_Batch(tuple(places), margin, most_recent, table, has_callable, given, Watch()))
     return plan
 
 

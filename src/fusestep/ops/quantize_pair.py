@@ -30,7 +30,7 @@ from fusestep.ops.quantize_launch import (
 from fusestep.ops.quantize_pair_kernel import _amax_pair_kernel, _quantize_pair_kernel
 from fusestep.ops.quantize_plan import as_bytes
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.settled_slots import captures, is_settled
+from fusestep.ops.settled_slots import may_rely
 
 
 class PairPlan:
@@ -149,7 +149,7 @@ class PairPlan:
         if self._amax is not None and self._maxima is not None:
             maxima = self._maxima()
             maxima_at = maxima.data_ptr()
-            if captures and all(is_settled(slots_at, slot) for slot in self._slots):
+            if may_rely(slots, slots_at, self._slots):
                 launch = self._settled
             elif is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
                 self._amax(a, b, slots, maxima)

@@ -20,7 +20,7 @@ from fusestep.ops.layouts import keep, maker, row_stride
 from fusestep.ops.quantize_launch import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import is_plain
-from fusestep.ops.settled_slots import captures, is_settled
+from fusestep.ops.settled_slots import may_rely
 from fusestep.ops.tickets import counters
 
 #: Data, their inverse scale, transpose, its inverse scale, column sums: None for what was not asked for.
@@ -44,7 +44,7 @@ class CastPlan:
 
     __slots__ = (
         *("_amax", "_as_bytes", "_cast", "_counters", "_data", "_device", "_index", "_maxima", "_partials"),
-        *("_scale_inv", "_settled", "_slot", "_sums", "_total", "_transposed", "shape"),
+        *("_scale_inv", "_settled", "_slots", "_sums", "_total", "_transposed", "shape"),
     )
 
     def __init__(
@@ -68,7 +68,7 @@ class CastPlan:
         self._partials = None if partials is None else maker(partials, torch.float32, device)
         self._maxima = None if launches.amax is None else maker((launches.maxima,), torch.int32, device)
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
-        self._settled, self._slot = launches.settled, options.slot
+        self._settled, self._slots = launches.settled, (options.slot,)
         self._total: PreparedLaunch | None = launches.total
         self._counters, self._device = launches.counters, device
 
@@ -103,7 +103,7 @@ class CastPlan:
         if self._amax is not None and self._maxima is not None:
             maxima = self._maxima()
             maxima_at = maxima.data_ptr()
-            if captures and is_settled(slots_at, self._slot):
+            if may_rely(slots, slots_at, self._slots):
                 launch = self._settled
             elif is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
                 self._amax(x, h, slots, maxima)
