@@ -1,12 +1,14 @@
-"""Rotary embedding and cross entropy of logits, in bf16, against the byte floor, torch, torch.compile and others.
+"""Rotary embedding, cross entropy of logits and embedding, against the byte floor, torch, torch.compile and others.
 
 Forward and backward together, device time by graph. The floor of rotary embedding reads and writes each tensor once in
 either direction; that of cross entropy reads the logits in the forward, reads them again in the backward and writes
-their gradient.
+their gradient; that of an embedding with positions reads the rows that occur and writes the output, then reads its
+gradient and writes that of the table. Tables are fp32, as under autocast, all else bf16.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,14 +19,23 @@ from torch import Tensor
 from benchmarks import peers, timing
 from fusestep.nn import RotaryPositionEmbedding
 from fusestep.ops.cross_entropy import cross_entropy
+from fusestep.ops.embedding import embedding
 from fusestep.ops.rotary import apply_rotary_pos_emb
 
 #: Batch, sequence, heads, elements of a head.
 ROTARY = ((16, 1024, 12, 64), (4, 2048, 16, 128), (4, 8192, 32, 128))
 #: Tokens, classes.
 CROSS_ENTROPY = ((16384, 50304), (8192, 128256))
+#: Sequences, tokens of each, rows of the table, width.
+EMBEDDING = ((32, 256, 96, 768), (32, 256, 96, 2048), (16, 1024, 50304, 768), (4, 2048, 50304, 2048))
 CALLS, ROUNDS, COMPILES = 4, 15, True
-TINY = {"ROTARY": ((2, 10, 3, 8),), "CROSS_ENTROPY": ((20, 96),), "CALLS": 1, "COMPILES": False}
+TINY = {
+    "ROTARY": ((2, 10, 3, 8),),
+    "CROSS_ENTROPY": ((20, 96),),
+    "EMBEDDING": ((2, 5, 7, 8),),
+    "CALLS": 1,
+    "COMPILES": False,
+}
 NATIVE = ("torch", "torch.compile")
 
 COLUMNS = ("operation", "shape", "implementation", "device µs", "floor µs", "of floor", "host µs")
@@ -53,21 +64,25 @@ def cells(row: dict[str, Any]) -> list[str]:
 def run(copy: float) -> Iterator[dict[str, Any]]:
     """Every operation at every shape; refuse to time what is wrong."""
     for rotary_shape in ROTARY:
-        yield from measure("rotary", rotary_shape, rotary, 4, copy)
+        yield from measure("rotary", rotary_shape, rotary, 4 * 2 * math.prod(rotary_shape), copy)
     for logits_shape in CROSS_ENTROPY:
-        yield from measure("cross entropy", logits_shape, entropies, 3, copy)
+        yield from measure("cross entropy", logits_shape, entropies, 3 * 2 * math.prod(logits_shape), copy)
+    for table_shape in EMBEDDING:
+        batch, length, rows, width = table_shape
+        moved = 4 * width * (min(rows, batch * length) + 2 * batch * length + rows)
+        yield from measure("embedding", table_shape, embeddings, moved, copy)
 
 
 def measure(
     operation: str,
     shape: tuple[int, ...],
     make: Callable[..., dict[str, Callable[..., Tensor]]],
-    passes: int,
+    moved: int,
     copy: float,
 ) -> list[dict[str, Any]]:
-    """One operation at one shape: all implementations interleaved."""
-    x = leaf(shape)
-    inputs = [x, *(leaf(shape) for _ in range(timing.sets_needed(2 * x.nbytes) - 1))]
+    """One operation at one shape, which moves so many bytes at least: all implementations interleaved."""
+    x = leaf(operation, shape)
+    inputs = [x, *(leaf(operation, shape) for _ in range(timing.sets_needed(2 * x.nbytes) - 1))]
     made = make(*shape)
     failed = wrong(made, x)
     mine = {name: why for name, why in failed.items() if name not in peers.LIBRARIES}
@@ -78,13 +93,14 @@ def measure(
     failed |= why
     device = timing.device_times(graphs, ROUNDS)
     del graphs
-    few, small = make(*small_shape(shape)), [leaf(small_shape(shape))]
+    few = make(*small_shape(operation, shape))
+    small = [leaf(operation, small_shape(operation, shape))]
     # Compiling once more for another shape is not what a step of one shape costs.
     host_calls = {name: step(few[name], small) for name in device if name != "torch.compile"}
     host = timing.host_times({name: bound(call) for name, call in host_calls.items()}, calls=30, rounds=9)
     torch.compiler.reset()
     timing.free()
-    floor = passes * x.nbytes / copy * 1e6
+    floor = moved / copy * 1e6
     rows: list[dict[str, Any]] = []
     for name in made:
         row: dict[str, Any] = {
@@ -108,14 +124,16 @@ def measure(
     return rows
 
 
-def small_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def small_shape(operation: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape that costs the device nothing."""
-    return (1, 8, *shape[2:]) if len(shape) == 4 else (8, 512)
+    return {"rotary": (1, 8, *shape[2:]), "cross entropy": (8, 512), "embedding": (1, 8, 96, 64)}[operation]
 
 
-def leaf(shape: tuple[int, ...]) -> Tensor:
-    """Random bf16 numbers that want a gradient."""
-    return torch.randn(shape, device=timing.DEVICE, dtype=torch.bfloat16, requires_grad=True)
+def leaf(operation: str, shape: tuple[int, ...]) -> Tensor:
+    """Random numbers that want a gradient: a table of rows in fp32, or what is rotated or classified in bf16."""
+    is_table = operation == "embedding"
+    dtype = torch.float32 if is_table else torch.bfloat16
+    return torch.randn(shape[2:] if is_table else shape, device=timing.DEVICE, dtype=dtype, requires_grad=True)
 
 
 def step(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[int], Any]:
@@ -140,7 +158,7 @@ def wrong(made: dict[str, Callable[..., Tensor]], x: Tensor) -> dict[str, str]:
     wide = few.float().requires_grad_()
     few.requires_grad_()
     found: dict[str, str] = {}
-    if x.dim() == 2:  # targets belong to whole tensors
+    if x.dim() == 2:  # targets and ids belong to whole tensors
         few, wide = x, x.detach().float().requires_grad_()
     wanted = step(made["torch"], [wide])(0)
     for name, function in made.items():
@@ -192,3 +210,19 @@ def entropies(tokens: int, classes: int) -> dict[str, Callable[..., Tensor]]:
     for name, function in peers.cross_entropies().items():
         made[name] = lambda logits, function=function: function(logits, target)
     return made
+
+
+def embeddings(batch: int, length: int, rows: int, width: int) -> dict[str, Callable[..., Tensor]]:
+    """Rows of a table for each token, with that of its position, as a GPT begins."""
+    ids = torch.randint(rows, (batch, length), device=timing.DEVICE)
+    positions = torch.randn(length, width, device=timing.DEVICE)
+    places = torch.arange(length, device=timing.DEVICE)
+
+    def native(table: Tensor) -> Tensor:
+        return F.embedding(ids, table) + F.embedding(places, positions)
+
+    made: dict[str, Callable[..., Tensor]] = {
+        "fusestep": lambda table: embedding(ids, table, positions=positions),
+        "torch": native,
+    }
+    return made | ({"torch.compile": torch.compile(native, dynamic=False)} if COMPILES else {})
