@@ -224,7 +224,8 @@ def _joined() -> Iterator[Compilation]:
             what,
             inputs
             | {"data_ptr": output, "transposed_ptr": output, "scale_inv_ptr": "fp32", "slots_ptr": slots}
-            | {"maxima_ptr": "i32", "counts_ptr": None, "partials_ptr": "fp32"},
+            | {"maxima_ptr": "i32", "counts_ptr": None, "partials_ptr": "fp32"}
+            | {"sums_ptr": None, "counters_ptr": None},
             numbers | {"columns": "i32", "a_width": "i32", "b_width": "i32", "c_width": "i32", "maxima": "i32"},
             {
                 "E4M3": False,
@@ -235,6 +236,7 @@ def _joined() -> Iterator[Compilation]:
                 "ROWS": choice.rows,
                 "COLUMNS": choice.columns,
                 "TILES": choice.tiles,
+                "PART_ROWS": quantize_launch.PART_ROWS,
                 **quantize_launch.search_constants(finder),
             },
             choice.warps,
