@@ -3,10 +3,11 @@
     python -m benchmarks world                                        a world of one: nothing is sent, all code runs
     torchrun --nproc-per-node 2 -m benchmarks.world results.json      ranks with as much work each (weak scaling)
 
-Models A and B of steps.py (the tutorials' mini GPT and its scale-up), fp32 weights. A mode is `graph` (TrainStep) or
-`eager` (the same, one launch at a time). Plain and spread steps take turns; times are the device's, of steps that are
-queued before they start. `over_plain` is what is compared: in a world of one it should not exceed 1.02. "fsdp, sharded"
-shards in a world of one too, which the trainer would not do: FSDP2 then still copies every weight and gradient.
+Models A and B of steps.py (the tutorials' mini GPT and its scale-up), fp32 weights. A mode is `graph` (TrainStep) or,
+of several ranks, also `eager` (the same, one launch at a time). Plain and spread steps take turns; times are the
+device's, of steps that are queued before they start. `over_plain` is what is compared: in a world of one it should not
+exceed 1.02. "ddp, wrapped" and "fsdp, sharded" replicate and shard in a world of one too, which the trainer would not
+do: DistributedDataParallel and FSDP2 then still copy every gradient, and FSDP2 every weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fusestep import TrainStep
 from fusestep.distributed.groups import local_of
 from fusestep.distributed.launch import World, join, launched_rank
 from fusestep.distributed.mesh import DATA, TENSOR, Parallel
-from fusestep.distributed.parallelize import Spread, shard, share_products
+from fusestep.distributed.parallelize import Spread, replicate, shard, share_products
 from fusestep.fp8 import DelayedScaling
 from fusestep.fp8.recipes import Recipe
 from fusestep.ladder.timing import clock_of
@@ -36,10 +37,9 @@ from fusestep.models import GPT
 from fusestep.models.gpt import INITIAL_STD
 from fusestep.optim import FusedAdam
 
-MODELS = {"A": STEPS["a"], "B": STEPS["b"]}
+MODELS = {"B": STEPS["b"], "A": STEPS["a"]}
 PRECISIONS: dict[str, Recipe | None] = {"bf16": None, "fp8": DelayedScaling(amax_history_len=16)}
-PLAIN, SHARDED = "plain", "fsdp, sharded"
-MODES = ("graph", "eager")
+PLAIN, WRAPPED, SHARDED = "plain", "ddp, wrapped", "fsdp, sharded"
 #: Steps before any is timed (DDP takes eleven before its capture), rounds, and timed steps a round.
 PREPARED, ROUNDS, TIMED = 14, 5, 3
 #: Plain and spread steps compute the same but for the order of sums.
@@ -47,7 +47,6 @@ LOSS_WITHIN = 5e-3
 TINY = {
     "MODELS": {"A": dataclasses.replace(MODELS["A"], config=dataclasses.replace(
         MODELS["A"].config, width=32, heads=2, layers=1, ffn_width=32, context=8), batch=2)},
-    "MODES": ("graph",),
     "PREPARED": 2,
     "ROUNDS": 2,
     "TIMED": 1,
@@ -60,8 +59,8 @@ RATIOS = {"over_plain": "less"}
 
 def paths(size: int) -> dict[str, str]:
     """What is asked of `--parallel` on each path."""
-    forced = {SHARDED: "fsdp"} if size == 1 else {}
-    return {"ddp": "ddp", "fsdp": "fsdp", **forced, f"tp={size}": f"tp={size}"}
+    forced = {WRAPPED: "ddp", SHARDED: "fsdp"} if size == 1 else {}
+    return {"ddp": "ddp", "fsdp": "fsdp", f"tp={size}": f"tp={size}", **forced}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -76,7 +75,7 @@ def run(copy: float) -> Iterator[dict[str, Any]]:  # noqa: ARG001 (compared with
     with join(timing.DEVICE.type, 120.0) as world:
         for name, model in MODELS.items():
             for precision, recipe in PRECISIONS.items():
-                for mode in MODES:
+                for mode in ("graph", "eager") if world.size > 1 else ("graph",):
                     settings = {"configuration": name, "precision": precision, "mode": mode, "ranks": world.size}
                     plain = Candidate(world, model, recipe, mode, PLAIN)
                     for path in paths(world.size):
@@ -126,10 +125,13 @@ class Candidate:
         # a graph can hold.
         with timing.on(timing.new_stream()):
             spread = built(world, model, recipe, parallel, shards=path == SHARDED)
+            module, loss = spread.module, spread.loss
+            if path == WRAPPED:
+                module = loss = replicate(spread.model, spread.mesh[DATA])
         optimizer = FusedAdam(spread.model.parameters(), lr=1e-4, weight_decay=0.01, max_grad_norm=1.0)
         self.step = TrainStep(
-            spread.module,
-            lambda _, tokens, targets: spread.loss(tokens, targets),
+            module,
+            lambda _, tokens, targets: loss(tokens, targets),
             optimizer,
             autocast=torch.bfloat16,
             fp8_recipe=recipe,

@@ -51,15 +51,11 @@ class Spread:
         #: Whether each rank holds a part of every parameter only (FSDP2).
         self.is_sharded = hasattr(model, "set_requires_gradient_sync")
         self._replicated: nn.parallel.DistributedDataParallel | None = None
-        self._averages = parallel.data == "ddp" and (has_main_grads or parallel.tensor > 1)
-        if parallel.data == "ddp" and not self._averages:
-            devices = {parameter.device for parameter in model.parameters()}
-            self._replicated = nn.parallel.DistributedDataParallel(
-                _Loss(model),
-                device_ids=[devices.pop()] if mesh.device_type == "cuda" else None,
-                process_group=mesh[DATA].get_group(),
-                gradient_as_bucket_view=True,
-            )
+        # One replica has nothing to average, and need not copy its gradients into buckets.
+        has_replicas = parallel.data == "ddp" and mesh[DATA].size() > 1
+        self._averages = has_replicas and (has_main_grads or parallel.tensor > 1)
+        if has_replicas and not self._averages:
+            self._replicated = replicate(model, mesh[DATA])
 
     @property
     def module(self) -> nn.Module:
@@ -135,6 +131,17 @@ def share_products(model: GPT, mesh: DeviceMesh, parallel: Parallel) -> None:
         from fusestep.distributed.plans import GPTParallel
 
         parallelize_module(model, mesh, GPTParallel(sequence_parallel=parallel.by_sequence))
+
+
+def replicate(model: GPT, mesh: DeviceMesh) -> nn.parallel.DistributedDataParallel:
+    """What calls `model.loss`, and averages the gradients over a one-dimensional mesh in backward."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return nn.parallel.DistributedDataParallel(
+        _Loss(model),
+        device_ids=[devices.pop()] if mesh.device_type == "cuda" else None,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+    )
 
 
 def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype | None, fp8_recipe: Recipe | None) -> None:

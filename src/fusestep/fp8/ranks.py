@@ -153,6 +153,6 @@ class RanksTable:
 
 def _captured_too_early() -> UserError:
     return UserError(
-        "a CUDA graph is being captured of a step whose FP8 modules the ranks do not know of each other yet; run three "
+        "a CUDA graph is being captured of a step whose FP8 modules the ranks do not know of each other yet; run five "
         "whole steps before the capture."
     )
