@@ -147,18 +147,21 @@ class PairPlan:
         is_odd = (a_at | b_at | slots_at | counts_at) & 15
         launch, maxima, maxima_at = self._cast, None, 0
         if self._amax is not None and self._maxima is not None:
-            maxima = self._maxima()
-            maxima_at = maxima.data_ptr()
             if may_rely(slots, slots_at, self._slots):
                 launch = self._settled
-            elif is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
-                self._amax(a, b, slots, maxima)
+            else:
+                maxima = self._maxima()
+                maxima_at = maxima.data_ptr()
+                if is_odd or not self._amax.at((a_at, b_at, slots_at, maxima_at)):
+                    self._amax(a, b, slots, maxima)
         written_at = (a_data.data_ptr(), a_transposed_at, b_data.data_ptr(), b_transposed_at)
         scales_at = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
         if is_odd or not launch.at((a_at, b_at, *written_at, *scales_at, slots_at, maxima_at, counts_at)):
             written: tuple[Tensor | None, ...] = (a_data, a_transposed, b_data, b_transposed)
             if self._as_bytes:
                 written = tuple([as_bytes(one) for one in written])
+            if maxima is None and self._maxima is not None:
+                maxima = self._maxima()  # for the compiler, which goes by what is there
             launch(a, b, *written, a_scale_inv, b_scale_inv, slots, maxima, counts)
         return a_data, a_transposed, a_scale_inv, b_data, b_transposed, b_scale_inv
 

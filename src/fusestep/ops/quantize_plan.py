@@ -101,12 +101,13 @@ class CastPlan:
         is_odd = (x_at | h_at | slots_at | counts_at) & 15
         launch, maxima, maxima_at = self._cast, None, 0
         if self._amax is not None and self._maxima is not None:
-            maxima = self._maxima()
-            maxima_at = maxima.data_ptr()
             if may_rely(slots, slots_at, self._slots):
                 launch = self._settled
-            elif is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
-                self._amax(x, h, slots, maxima)
+            else:
+                maxima = self._maxima()
+                maxima_at = maxima.data_ptr()
+                if is_odd or not self._amax.at((x_at, h_at, slots_at, maxima_at)):
+                    self._amax(x, h, slots, maxima)
         # One tile of rows has sums that are the whole.
         summed = sums if self._partials is None else self._partials()
         summed_at = 0 if summed is None else summed.data_ptr()
@@ -120,6 +121,8 @@ class CastPlan:
             written = (data, transposed)
             if self._as_bytes:
                 written = as_bytes(data), as_bytes(transposed)
+            if maxima is None and self._maxima is not None:
+                maxima = self._maxima()  # for the compiler, which goes by what is there
             launch(x, h, *written, scale_inv, slots, maxima, counts, summed, total_sums, counting)
         total = self._total
         if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
