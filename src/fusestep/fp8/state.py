@@ -1,8 +1,9 @@
 """Scaling state of delayed scaling: what modules remember of their tensors from step to step.
 
 A module has one *slot* for each tensor that it casts (its input, its weight, its output's gradient, …). All state lies
-in fixed device tensors, and everything that happens to it happens on the device: no branch in Python depends on it, so
-a CUDA graph can hold a step, the first one included.
+in fixed device tensors, and everything that happens to it happens on the device: no value depends on a branch in
+Python, so a CUDA graph can hold a step, the first one included. (What the host knows of scales saves launches alone:
+settled.py.)
 
     slots    (n, 4) fp32: scale (0: none yet), amax since the last roll, largest value of the format, rolls refused
     history  (n, length) fp32: a ring of amaxes; the newest stands at (rolls − 1) mod length
