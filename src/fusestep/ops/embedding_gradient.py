@@ -240,10 +240,12 @@ def compilations() -> Iterator[Compilation]:
         yield Compilation(
             sums_kernel,
             f"gradient, sums of blocks, {element}",
-            pointers | dict.fromkeys((*numbers, *sizes), "i32") | dict.fromkeys(constants, "constexpr"),
+            pointers
+            | dict.fromkeys(("tokens", "rows", "shift", "blocks", "width", "dy_stride"), "i32")
+            | dict.fromkeys(constants, "constexpr"),
             constants,
             num_warps=1,
-            divisible_by_16=frozenset({*pointers, *sizes}),
+            divisible_by_16=frozenset({*pointers, "width", "dy_stride"}),
         )
         pointers = {"ordered_ptr": "*i64", "parts_ptr": "*fp32", "dw_ptr": f"*{element}"}
         constants = {"BLOCK": BLOCK, "PARTS": PARTS, "COLUMNS": PART_COLUMNS}
