@@ -96,6 +96,27 @@ def _zeroed(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
+def _lasting(device: torch.device, count: int) -> Tensor:
+    """Counters that are kept for ever, zero already whatever stream looks at them.
+
+    A thread and a stream of their own make them: what is allocated on those of the caller may lie in the pool of a
+    graph that torch.compile is about to record, which may hold nothing that lasts.
+    """
+    if device.type != "cuda":
+        return _zeroed(device, count)
+    made: list[Tensor] = []
+
+    def make() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            made.append(_zeroed(device, count))
+            torch.cuda.current_stream(device).synchronize()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
 def _for_stream(device: torch.device) -> Tensor | None:
     """The counters of a stream that has none yet; None for one whose handle may come to mean another stream."""
     if len(_of_streams) >= MOST_STREAMS:
@@ -105,14 +126,12 @@ def _for_stream(device: torch.device) -> Tensor | None:
         number = torch.cuda.current_stream(device).stream_id
         if number != 0 and number % 2 == 0:
             return None
-    return _zeroed(device, OF_A_STREAM)
+    return _lasting(device, OF_A_STREAM)
 
 
 def _set_aside(device: torch.device, index: int) -> None:
     """Make counters for launches that will be captured; those given out before stay in use."""
-    made = _zeroed(device, SET_ASIDE)
-    # A graph may be replayed on another stream at once.
-    torch.cuda.current_stream(device).synchronize()
+    made = _lasting(device, SET_ASIDE)
     with _lock:
         _kept.append(made)
         _reserves[index] = _Reserve(made)
