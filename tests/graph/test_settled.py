@@ -189,6 +189,20 @@ def test_each_kind_of_batch_relies_on_the_scales_of_its_own_capture() -> None:
 
 
 @pytest.mark.usefixtures("stand")
+def test_a_graph_that_relies_on_less_takes_nothing_from_the_one_before() -> None:
+    stepping = Stepping((2.0, 4.0, 3.0))
+    stepping.run(5)
+    for number in range(4):
+        if number == 3:
+            stepping.state(0).scale.mul_(1.0)  # between the last step by itself and the capture
+        stepping.step(torch.randn(4, 5))
+    assert stepping.told == [{(0, 0), (0, 1), (0, 2)}, set()]
+    stepping.state(0).scale[2:].zero_()
+    stepping.run(3)
+    assert stepping.told[2:] == [{(0, 0), (0, 1)}]
+
+
+@pytest.mark.usefixtures("stand")
 def test_a_capture_that_fails_leaves_nothing_settled() -> None:
     stepping = Stepping((2.0, 4.0, 3.0))
     real = stepping.loss
