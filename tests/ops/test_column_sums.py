@@ -67,7 +67,7 @@ def test_refuses_what_is_no_matrix_of_numbers() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("rows", [7, LAUNCH.rows * 3 + 5, LAUNCH.rows * (LAUNCH.parts + 1) - 3])
+@pytest.mark.parametrize("rows", [7, LAUNCH.rows * 3 + 5])
 def test_kernel_agrees_with_float64(rows: int) -> None:
     x = torch.randn(rows, 83) + 0.5
     assert torch.equal(check(x[:, 2:]), check(x[:, 2:].t().contiguous().t()))
@@ -207,6 +207,7 @@ def test_bits_repeat_in_a_graph_beside_other_work() -> None:
 def test_launch_of_other_tiles_gives_the_same_sums() -> None:
     x = torch.randn(200, 70)
     other = prepare_column_sums(x.device, 200, 70, 70, type(LAUNCH)(rows=16, columns=32, parts=4))
+    assert other.parts == 4  # of four tiles, the last of one
     assert torch.allclose(other(x, torch.float32), column_sums(x), rtol=1e-5, atol=1e-5)
 
 
@@ -232,10 +233,11 @@ def cast_with_sums(shape: tuple[int, int], name: str, device: torch.device) -> t
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("shape", "name"), [((530, 70), ""), ((600, 134), "swiglu")])
+@pytest.mark.parametrize(("shape", "name"), [((150, 70), ""), ((70, 134), "swiglu")])
 def test_a_cast_adds_its_partial_sums_itself(
     shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quantize_launch, "SUMMED_AT_ONCE", 1)
     found = []
     for most in (0, 256):
         monkeypatch.setattr(quantize_launch, "SUMMED_BY_LAST", most)
