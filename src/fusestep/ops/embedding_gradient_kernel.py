@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusestep.language import tl, triton
 
 
@@ -135,15 +133,15 @@ def sums_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, BLOCK, TOGETHER):
         # All loads before the first addition, so that they are under way together.
-        keys: Any = (here,)
+        keys = (here,)
         for i in tl.static_range(1, TOGETHER + 1):
             place = begin + first + i
-            keys = keys + (tl.load(ordered_ptr + place, mask=place < tokens, other=none),)  # noqa: RUF005
-        gradients: Any = (total,)
+            keys = keys + (tl.load(ordered_ptr + place, mask=place < tokens, other=none),)  # type: ignore[assignment]  # noqa: RUF005
+        gradients = (total,)
         for i in tl.static_range(TOGETHER):
             mask = column < tl.where((keys[i] >> shift) < rows, width, 0)
             row = dy_ptr + (keys[i] & low) * dy_stride + column
-            gradients = gradients + (tl.load(row, mask=mask, other=0.0).to(tl.float32),)  # noqa: RUF005
+            gradients = gradients + (tl.load(row, mask=mask, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         for i in tl.static_range(TOGETHER):
             total += gradients[i + 1]
             row = keys[i] >> shift
