@@ -90,7 +90,7 @@ class _Reading:
         device = next(iter(tables)).device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             scales = torch.cat([table[:, SCALE] for table in tables])
-            self._scales = torch.empty(scales.shape, device="cpu", pin_memory=scales.is_cuda)
+            self._scales = torch.empty(scales.shape, dtype=scales.dtype, device="cpu", pin_memory=scales.is_cuda)
             self._scales.copy_(scales, non_blocking=True)
             if scales.is_cuda:
                 self._event = torch.cuda.Event()
