@@ -137,7 +137,7 @@ def test_a_settled_cast_is_the_cast_without_its_pass(launches: list[str], kind: 
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["plain", "a gradient", "a pair"])
+@pytest.mark.parametrize("kind", ["plain", "a gradient", "a pair", "a norm"])
 def test_a_cast_whose_slots_were_read_outside_of_captures_leaves_out_its_pass(launches: list[str], kind: str) -> None:
     tables = [table(0.0, 3.7, 0.3) for _ in range(2)]
     counts = [torch.zeros(3, 3, dtype=torch.int64) for _ in range(2)]
@@ -161,8 +161,23 @@ def test_a_cast_that_relied_on_a_scale_that_is_gone_reads_no_memory_that_nothing
     """Who wrote it past torch's versions has the scale 1, and with the next roll a scale of the tensor's own."""
     relied, one = table(0.0, 0.0, 0.0), table(0.0, 1.0, 0.0)
     counts = [torch.zeros(3, 3, dtype=torch.int64) for _ in range(2)]
+    wanted = cast("plain", one, counts[1])
     with settled(frozenset({address(relied.data_ptr(), 1)})):
         found = cast("plain", relied, counts[0])
-    for ours, theirs in zip(found, cast("plain", one, counts[1]), strict=True):
+    for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
     assert relied[1, 1] == one[1, 1] > 2.0
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["plain", "a pair"])
+def test_the_first_cast_of_its_kind_makes_its_pass_so_that_a_capture_finds_it_compiled(
+    launches: list[str], kind: str
+) -> None:
+    slots, counts = table(0.0, 3.7, 0.3), torch.zeros(3, 3, dtype=torch.int64)
+    note(slots, slots._version, frozenset((1, 2)))
+    cast(kind, slots, counts)
+    first = list(launches)
+    launches.clear()
+    cast(kind, slots, counts)
+    assert launches == first[1:]

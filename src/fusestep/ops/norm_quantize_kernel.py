@@ -30,7 +30,7 @@ from fusestep.ops.norm_forward import load_columns, load_sum, normalised_tile, r
 from fusestep.ops.quantize_launch import cast_constants
 from fusestep.ops.quantized import PAD
 from fusestep.ops.registry import Compilation
-from fusestep.ops.settled_slots import captures, is_settled
+from fusestep.ops.settled_slots import may_rely
 
 
 @triton.jit
@@ -224,7 +224,7 @@ class Launches(NamedTuple):
 
         `data` are bytes, since GPUs before Ada's know no pointer to E4M3; None for what is not there.
         """
-        if not (captures and is_settled(slots.data_ptr(), self.slot)):
+        if not may_rely(slots, slots.data_ptr(), (self.slot,)):
             self.amax(x, residual, weight, bias, slots, None, None, None, None, total, None)
         self.cast(x, residual, weight, bias, slots, counts, data, scale_inv, y, total, statistics)
 
