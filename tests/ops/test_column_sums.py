@@ -293,3 +293,21 @@ def test_sums_that_wait_on_the_device_have_the_same_bits(width: int, monkeypatch
             launches(dy, None, x, statistics, weight, None, dx, dweight, dbias)
             found.append([dx, dweight, dbias])
     assert all(torch.equal(one, true) for parts in found for one, true in zip(parts, found[0], strict=True))
+
+
+def test_is_one_op_to_torch_compile(device: torch.device) -> None:
+    x = torch.randn(9, 5, device=device)
+    compiled = torch.compile(lambda x: column_sums(x) + 1.0, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), column_sums(x) + 1.0)
+
+
+@pytest.mark.gpu
+def test_counters_may_first_be_needed_where_torch_records_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that lasts may lie in the pool of such graphs: torch refuses to go on where something does."""
+    monkeypatch.setattr(tickets, "_of_streams", {})
+    monkeypatch.setattr(tickets, "_reserves", {})
+    x = torch.randn(8192, 768, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x: column_sums(x) + 1.0, mode="reduce-overhead")
+    found = [compiled(x).clone() for _ in range(4)]
+    wanted = column_sums(x) + 1.0
+    assert all(torch.equal(one, wanted) for one in found)
