@@ -40,7 +40,11 @@ class FP8Linear(Linear, Kind):
 
     _prefix = "FP8"
 
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:  # noqa: A002 (nn.Linear's name)
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,  # noqa: A002 (nn.Linear's name)
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
         return super().forward(input, is_first_microbatch)
 
     def reset_parameters(self) -> None:
@@ -61,7 +65,7 @@ class FP8Linear(Linear, Kind):
 class FP8Conv1D(FP8Linear):
     """A linear layer whose weight is (in, out)."""
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
         return super().forward(x, is_first_microbatch)
 
     def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:

@@ -113,7 +113,7 @@ class GroupedLinear(FP8Module):
         offset = EACH * i
         if casts is not None and x.numel():
             shifted = _Shifted(self, casts, offset)
-            product: Tensor = _apply_linear(x, weight, added, (shifted, shifted, (weight,), grad, first))
+            product: Tensor = _apply_linear(x, weight, added, (shifted, shifted, (weight,), grad, first, None))
             return product
         self._calibrate(region, offset + INPUT, x)
         self._calibrate(region, offset + WEIGHT, weight)

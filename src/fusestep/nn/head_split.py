@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusestep.fp8.casts import Casts
 from fusestep.ops.quantize_joined import Joined
+from fusestep.ops.quantized import Quantized
 
 
 class HeadSplit(NamedTuple):
@@ -66,6 +68,15 @@ class HeadSplit(NamedTuple):
         dv = there.new_zeros(of_keys) if dv is None else dv
         widths, stretches = ((H // G * D, D, D), G) if is_interleaved else ((H * D, G * D, G * D), 1)
         return Joined((dq, dk, dv), widths, stretches)
+
+
+def cast_gradient(
+    casts: Casts, dy: Tensor | Joined, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+) -> tuple[Quantized, Tensor | None]:
+    """The gradient of y cast, and its column sums, as `Casts` has them."""
+    if isinstance(dy, Joined):
+        return casts.joined_gradient(dy, index, rowwise, columnwise, sums_dtype)
+    return casts.gradient(rows_of(dy), index, rowwise, columnwise, sums_dtype)
 
 
 def rows_of(dy: Tensor | Joined) -> Tensor:

@@ -26,7 +26,7 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
-from fusestep.nn.head_split import HeadSplit, rows_of, split_gradients
+from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
 from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, Linear
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
@@ -100,7 +100,7 @@ class LayerNormLinear(Linear, NormedModule):
         self._reset_norm()
         self._reset_linear()
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         is_first_microbatch: bool | None = None,
@@ -120,14 +120,15 @@ class LayerNormLinear(Linear, NormedModule):
         """
         region = self._region_of_call()
         if torch.compiler.is_compiling() and self._leaves_graph(region):
-            return self._outside_of_a_graph(x, is_first_microbatch, residual, split)
+            return self._outside_of_a_graph(x, is_first_microbatch, residual, *(() if split is None else (split,)))
         self._check_input(x, self.in_features, region)
         self._check_residual(x, residual)
         total = normed = heads = None
         if self._parallel is not None:
             normed, total = self._normalised(x, residual)
-            product = Linear.forward(self, normed, is_first_microbatch)
+            product = Linear.forward(self, normed, is_first_microbatch, split)
             y, bias = product if self.return_bias else (product, None)
+            heads = None if split is None else y
         elif region is None or not region.enabled or not x.numel():
             normed, total = self._normalised(x, residual)
             y = self._in_high_precision(normed, region, not self.return_bias)
@@ -231,11 +232,7 @@ class _LayerNormLinear(torch.autograd.Function):
         if dy is not None:
             width = x.shape[-1]
             if through or weight_needed:
-                wanted = GRADIENT, through, weight_needed, ctx.sums_dtype
-                if isinstance(dy, Joined):
-                    q, dbias = casts.joined_gradient(dy, *wanted)
-                else:
-                    q, dbias = casts.gradient(rows_of(dy), *wanted)
+                q, dbias = cast_gradient(casts, dy, GRADIENT, through, weight_needed, ctx.sums_dtype)
                 if through:
                     dn = input_gradient(casts, q, weight_transposed, weight_scale_inv, width, dtype).view(x.shape)
                 if weight_needed:

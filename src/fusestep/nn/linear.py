@@ -33,6 +33,7 @@ from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
+from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
 from fusestep.nn.operands import plain_operands, stand_in
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import (
@@ -44,6 +45,7 @@ from fusestep.nn.products import (
     weight_gradient,
 )
 from fusestep.nn.quantized_weights import whole
+from fusestep.ops.quantize_joined import Joined
 
 #: Slots of a linear layer.
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -158,30 +160,31 @@ class Linear(FP8Module):
         super().__setstate__(state)
         self._mark_parts()  # parameters of a copy have no marks
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, split: HeadSplit | None = None) -> Any:
         """Multiply.
 
         Args:
             x: (…, in_features); any strides, zero rows too.
             is_first_microbatch: with several micro-batches between two steps of the optimizer, True in the first,
                 which keeps the weight in FP8, and False in the others, which use it.
+            split: return the queries, keys and values that y consists of, (q, k, v), in the place of y.
         Returns: (…, out_features), or with return_bias (y, bias).
         Raises: UserError for features, dtypes or devices that do not fit.
         """
         region = self._region_of_call()
         casts: Casts | None = None
-        y: Tensor | None = None
+        y: Any = None
         is_planned = is_first_microbatch is None
         if torch.compiler.is_compiling():
             is_planned = False
             if self._leaves_graph(region):
-                return self._outside_of_a_graph(x, is_first_microbatch)
+                return self._outside_of_a_graph(x, is_first_microbatch, *(() if split is None else (split,)))
         elif is_planned and region is not None and region.enabled and self._parallel is None and not self.return_bias:
             # The usual call, as short as can be.
             parameters = self._parameters
             weight: Any = parameters.get("weight")
             if weight is not None and "bias" in parameters:
-                y, casts = self._by_plan(x, weight, (weight,), parameters["bias"], region)
+                y, casts = self._by_plan(x, weight, (weight,), parameters["bias"], region, split)
                 if y is not None:
                     return y
         self._check_input(x, self.in_features, region)
@@ -203,21 +206,29 @@ class Linear(FP8Module):
                 weight, sources, bias = self._weight_and_bias()
                 added = bias if adds_bias else None
                 if is_planned and casts is None:
-                    y, casts = self._by_plan(x, weight, sources, added, region)
+                    y, casts = self._by_plan(x, weight, sources, added, region, split)
                 if y is None:
                     casts = self._casts_of(region, records) if casts is None else casts
-                    y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch))
+                    y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch, split))
         else:
             y = self._in_high_precision(x, region, adds_bias)
             bias = None if adds_bias else self._bias()
         if parallel is not None and self.parallel_mode == "row":
             (bias,) = parallel.shared(bias)
             y = parallel.leave(y, None if self.return_bias else bias)
+        if split is not None and isinstance(y, Tensor):
+            y = split.views(y)
         return (y, bias) if self.return_bias else y
 
     def _by_plan(
-        self, x: Tensor, weight: Tensor, sources: tuple[Tensor, ...], bias: Tensor | None, region: Region
-    ) -> tuple[Tensor | None, Casts | None]:
+        self,
+        x: Tensor,
+        weight: Tensor,
+        sources: tuple[Tensor, ...],
+        bias: Tensor | None,
+        region: Region,
+        split: HeadSplit | None,
+    ) -> tuple[Any, Casts | None]:
         """y in FP8 by a plan (planned_linear.py), None where there is none for the call; and its casts, if looked for.
 
         Args: weight, sources: as `_weight_and_bias` gives them; bias: to be added, or None.
@@ -252,7 +263,7 @@ class Linear(FP8Module):
                 planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, is_known)
             if planned is None:
                 return None, casts
-        return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad)), casts
+        return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad, split)), casts
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
         """y, with the bias where it is to be added here."""
@@ -278,7 +289,7 @@ class Linear(FP8Module):
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = bias if adds_bias else None
-            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first)))
+            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first, None)))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
@@ -321,12 +332,12 @@ class Linear(FP8Module):
 
 
 class _Linear(torch.autograd.Function):
-    """y = x · weightᵀ + bias in FP8; `call` is (module, casts, sources of the weight, whether gradients are enabled,
-    whether this is the first micro-batch)."""
+    """y = x · weightᵀ + bias in FP8, or q, k and v that it consists of; `call` is (module, casts, sources of the
+    weight, whether gradients are enabled, whether this is the first micro-batch, the split into heads or None)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
-        module, casts, sources, grad, first = call
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Any:
+        module, casts, sources, grad, first, split = call
         x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_columnwise, transposed = columnwise = grad and weight_needed, grad and x_needed
@@ -343,33 +354,35 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)
             sums_dtype = bias.dtype if bias is not None and bias_needed else None
             ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
-        return y if rows is x else shaped(y, x)
+            ctx.split = split
+        y = y if rows is x else shaped(y, x)
+        return y if split is None else split.of(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        dy, _ = split_gradients(ctx.split, gradients)
+        assert dy is not None  # what nothing depends on comes as zeros
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return refusing_a_second("Linear", _Linear._gradients, ctx, dy)
         return _Linear._gradients(ctx, dy)
 
     @staticmethod
-    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, dy: Tensor | Joined) -> tuple[Tensor | None, ...]:
         x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
         casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
-        is_matrix = dy.dim() == 2
-        rows = dy if is_matrix else dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if x_needed or weight_needed:
-            q, dbias = casts.gradient(rows, GRADIENT, x_needed, weight_needed, sums_dtype)
+            q, dbias = cast_gradient(casts, dy, GRADIENT, x_needed, weight_needed, sums_dtype)
             features = x_shape[-1]
             if x_needed:
                 dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
             if weight_needed:
                 dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
-            if dx is not None and not is_matrix:
+            if dx is not None and len(x_shape) != 2:
                 dx = dx.view(x_shape)
         elif sums_dtype is not None:
-            dbias = rows.sum(0, dtype=torch.float32).to(sums_dtype)
+            dbias = rows_of(dy).sum(0, dtype=torch.float32).to(sums_dtype)
         return dx, dweight, dbias, None
 
 

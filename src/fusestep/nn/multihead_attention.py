@@ -345,7 +345,7 @@ class MultiheadAttention(nn.Module):
 def may_split(module: nn.Module) -> bool:
     """Whether the first product can hand out q, k and v itself, as FP8 would have it (head_split.py): nobody stands in
     its place, and nobody waits for its output or the gradient of that."""
-    return type(module) is LayerNormLinear and not (torch.compiler.is_compiling() or is_watched(module))
+    return type(module) in (LayerNormLinear, Linear) and not (torch.compiler.is_compiling() or is_watched(module))
 
 
 def sequence_dim_of(layout: str) -> int:

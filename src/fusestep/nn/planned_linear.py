@@ -17,18 +17,20 @@ from fusestep.nn.fp8_module import activation_dtype
 from fusestep.nn.products import refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
+from fusestep.ops.quantize_joined import Joined
 
 #: Plans that one module keeps; shapes may never repeat.
 MOST_PLANS = 256
 
 
 class _PlannedLinear(torch.autograd.Function):
-    """y = x · weightᵀ + bias by a plan; `call` is (the plan, the casts that it was made by, the sources of the weight,
-    the weight where it is cast already, the slot of the gradient, whether gradients are enabled)."""
+    """y = x · weightᵀ + bias by a plan, or q, k and v that it consists of; `call` is (the plan, the casts that it was
+    made by, the sources of the weight, the weight where it is cast already, the slot of the gradient, whether gradients
+    are enabled, the split into heads or None)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
-        planned, casts, sources, known, gradient_slot, grad = call
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Any:
+        planned, casts, sources, known, gradient_slot, grad, split = call
         shape = x.shape
         is_matrix = len(shape) == 2
         # Kernels ask for no more than where rows lie.
@@ -40,18 +42,21 @@ class _PlannedLinear(torch.autograd.Function):
         if grad:
             ctx.save_for_backward(*kept)
             sums_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
-            ctx.of = planned, casts, gradient_slot, shape, sums_dtype
+            ctx.of = planned, casts, gradient_slot, shape, sums_dtype, split
         # In place: a view could not be changed by its user, and costs the host several times as much.
-        return y if is_matrix else y.resize_(*shape[:-1], y.shape[1])
+        y = y if is_matrix else y.resize_(*shape[:-1], y.shape[1])
+        return y if split is None else split.of(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor, *others: Tensor) -> Any:
         is_compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not is_compiling:
-            return refusing_a_second("Linear", _PlannedLinear.backward, ctx, dy)
+            return refusing_a_second("Linear", _PlannedLinear.backward, ctx, dy, *others)
         kept = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        planned, casts, slot, x_shape, sums_dtype = ctx.of
+        planned, casts, slot, x_shape, sums_dtype, split = ctx.of
+        if split is not None:
+            return _of_heads(ctx, kept, split.gradient(dy, *others))
         if not (x_needed or weight_needed):
             if sums_dtype is None:
                 return None, None, None, None
@@ -75,6 +80,18 @@ class _PlannedLinear(torch.autograd.Function):
         if len(x_shape) != 2 and dx is not None:
             dx = dx.resize_(*x_shape) if is_usual else dx.view(x_shape)
         return dx, dweight, dbias, None
+
+
+def _of_heads(ctx: Any, kept: Any, dy: Joined) -> Any:
+    """The gradients from those of q, k and v."""
+    x_needed, weight_needed, _, _ = ctx.needs_input_grad
+    planned, casts, slot, x_shape, sums_dtype, _ = ctx.of
+    if not (x_needed or weight_needed):
+        return None, None, dy.together().sum(0, dtype=torch.float32).to(sums_dtype), None
+    q, dbias = casts.joined_gradient(dy, slot, x_needed, weight_needed, sums_dtype)
+    cast = q.data, q.scale_inv, q.transposed, q.transposed_scale_inv, None
+    dx, dweight = planned.backward(cast, kept, x_needed, weight_needed)
+    return None if dx is None else dx.view(x_shape), dweight, dbias, None
 
 
 # Straight to backward: on its way torch looks in every call for other kinds of it that a Function may have.

@@ -85,7 +85,7 @@ class Linear(TransformerEngineBaseModule, nn.Linear):
             accumulate_into_main_grad(self)
         self._announce()
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         inp: Tensor,
         is_first_microbatch: bool | None = None,
