@@ -14,7 +14,14 @@ from torch import Tensor
 from fusestep.errors import UserError
 from fusestep.ops import activation_sums, norm_backward, quantize_launch, quantize_plan, tickets
 from fusestep.ops.activation import activation
-from fusestep.ops.column_sums import LAUNCH, column_sums, prepare_column_sums, run_column_sums, split_rows
+from fusestep.ops.column_sums import (
+    LAUNCH,
+    column_sums,
+    column_sums_op,
+    prepare_column_sums,
+    run_column_sums,
+    split_rows,
+)
 from fusestep.ops.quantize import quantize, quantize_activation_backward
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -299,6 +306,8 @@ def test_is_one_op_to_torch_compile(device: torch.device) -> None:
     x = torch.randn(9, 5, device=device)
     compiled = torch.compile(lambda x: column_sums(x) + 1.0, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), column_sums(x) + 1.0)
+    torch.library.opcheck(column_sums_op, (x, torch.bfloat16))
+    torch.library.opcheck(column_sums_op, (x[:1], torch.float32))
 
 
 @pytest.mark.gpu
