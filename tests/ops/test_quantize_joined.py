@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,6 +132,17 @@ def test_what_is_wanted_alone_and_a_scale_of_their_own() -> None:
         check(joined, CastOptions(0, E5M2, True, True, power_of_two=True), 0.0, torch.float32, has_slot=False)
 
 
+class _Pass:
+    """What must not be launched."""
+
+    was_launched = True
+
+    def at(self, *_: object) -> bool:
+        raise AssertionError("a pass looks for the amax")
+
+    __call__ = at
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("small_launches")
 def test_a_slot_that_is_known_to_hold_a_scale_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +152,11 @@ def test_a_slot_that_is_known_to_hold_a_scale_takes_no_pass(monkeypatch: pytest.
     plan = plan_joined(joined, slots, options, None, None)
     assert plan is not None
     wanted = plan(joined.matrices, slots, None)[0]
-    monkeypatch.setattr(plan, "_amax", None)  # which cannot be called
+    monkeypatch.setattr(plan, "_amax", SimpleNamespace(was_launched=True))  # which cannot be called
     with settled(frozenset([address(slots.data_ptr(), 1)])):
         found = plan(joined.matrices, slots, None)[0]
     assert torch.equal(found.dequantize(), wanted.dequantize())
-    with settled(frozenset([address(slots.data_ptr(), 0)])), pytest.raises(AttributeError):
+    with settled(frozenset([address(slots.data_ptr(), 0)])), pytest.raises(AssertionError, match="a pass"):
         plan(joined.matrices, slots, None)
 
 

@@ -170,7 +170,7 @@ def test_a_cast_that_relied_on_a_scale_that_is_gone_reads_no_memory_that_nothing
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["plain", "a pair"])
+@pytest.mark.parametrize("kind", ["plain", "a pair", "a norm"])
 def test_the_first_cast_of_its_kind_makes_its_pass_so_that_a_capture_finds_it_compiled(
     launches: list[str], kind: str
 ) -> None:

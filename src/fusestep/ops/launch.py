@@ -74,9 +74,22 @@ class PreparedLaunch:
         grid, device: as of `launch`.
         numbers: the integers and floats that follow the tensors.
         options: the constexpr parameters by name, num_warps and num_stages.
+
+    Attributes:
+        was_launched: whether it was before, so that its kernel is there; a capture can load none.
     """
 
-    __slots__ = ("_aligned", "_grid", "_index", "_kernel", "_numbers", "_options", "_types", "_unaligned")
+    __slots__ = (
+        "_aligned",
+        "_grid",
+        "_index",
+        "_kernel",
+        "_numbers",
+        "_options",
+        "_types",
+        "_unaligned",
+        "was_launched",
+    )
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], device: torch.device, numbers: tuple[Any, ...], **options: Any
@@ -86,6 +99,7 @@ class PreparedLaunch:
         self._aligned: _Compiled | None = None
         self._unaligned: dict[tuple[int, ...], _Compiled] = {}
         self._types: list[torch.dtype | None] | None = None
+        self.was_launched = False
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on these tensors, whose dtypes are the same in every call; None for one that is not there.
@@ -138,7 +152,9 @@ class PreparedLaunch:
         elif self._types != types:
             raise TypeError(f"a launch of {self._kernel.__name__} is prepared for {self._types}, not for {types}")
         args = (*tensors, *self._numbers)
-        return _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
+        found = _compile_and_launch(self._kernel, self._grid, args, self._options, self._numbers)
+        self.was_launched = True
+        return found
 
 
 class _Compiled:

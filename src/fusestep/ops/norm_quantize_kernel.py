@@ -224,7 +224,7 @@ class Launches(NamedTuple):
 
         `data` are bytes, since GPUs before Ada's know no pointer to E4M3; None for what is not there.
         """
-        if not may_rely(slots, slots.data_ptr(), (self.slot,)):
+        if not (self.amax.was_launched and may_rely(slots, slots.data_ptr(), (self.slot,))):
             self.amax(x, residual, weight, bias, slots, None, None, None, None, total, None)
         self.cast(x, residual, weight, bias, slots, counts, data, scale_inv, y, total, statistics)
 

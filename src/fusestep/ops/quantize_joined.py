@@ -167,7 +167,7 @@ class JoinedPlan:
         # What is allocated here is aligned.
         is_odd = (a_at | b_at | c_at | slots_at | counts_at) & 15
         launch = self._cast
-        if may_rely(slots, slots_at, self._slots):
+        if self._amax.was_launched and may_rely(slots, slots_at, self._slots):  # as of the cast of one
             launch = self._settled
         elif is_odd or not self._amax.at((a_at, b_at, c_at, slots_at, maxima_at)):
             self._amax(a, b, c, slots, maxima)

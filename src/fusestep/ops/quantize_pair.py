@@ -147,7 +147,8 @@ class PairPlan:
         is_odd = (a_at | b_at | slots_at | counts_at) & 15
         launch, maxima, maxima_at = self._cast, None, 0
         if self._amax is not None and self._maxima is not None:
-            if may_rely(slots, slots_at, self._slots):
+            # Once it is launched whatever is known: a capture of the user's, which needs it, could not load it.
+            if self._amax.was_launched and may_rely(slots, slots_at, self._slots):
                 launch = self._settled
             else:
                 maxima = self._maxima()
