@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -152,7 +150,7 @@ def test_a_slot_that_is_known_to_hold_a_scale_takes_no_pass(monkeypatch: pytest.
     plan = plan_joined(joined, slots, options, None, None)
     assert plan is not None
     wanted = plan(joined.matrices, slots, None)[0]
-    monkeypatch.setattr(plan, "_amax", SimpleNamespace(was_launched=True))  # which cannot be called
+    monkeypatch.setattr(plan, "_amax", _Pass())
     with settled(frozenset([address(slots.data_ptr(), 1)])):
         found = plan(joined.matrices, slots, None)[0]
     assert torch.equal(found.dequantize(), wanted.dequantize())
