@@ -61,7 +61,7 @@ def test_the_names_of_each_part() -> None:
         },
         "nn": {
             *("FusedLayerNorm", "FusedRMSNorm", "LayerNorm", "RMSNorm", "functional"),
-            *("Linear", "LayerNormLinear", "LayerNormMLP", "LinearCrossEntropy"),
+            *("Embedding", "Linear", "LayerNormLinear", "LayerNormMLP", "LinearCrossEntropy"),
             *("DotProductAttention", "MultiheadAttention", "TransformerLayer"),
         },
         "models": {"GPT", "GPTConfig", "PRESETS", "generate"},
