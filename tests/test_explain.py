@@ -135,7 +135,7 @@ def test_our_own_model_names_every_norm_product_and_attention() -> None:
     built = fusestep.models.GPT(config)
     explanation = fusestep.explain(built)
     ours = [m for m in explanation.modules if m.is_ours]
-    # Of each block a norm with its product, attention, a product, and a norm with an MLP; the last norm, two embeddings.
+    # Of a block a norm with its product, attention, a product, and a norm with an MLP; the last norm, two embeddings.
     assert len(ours) == 4 * config.layers + 3
     assert {m.implementation for m in ours} == {"torch"}
     assert sum(m.is_fallback for m in ours) == 2 * config.layers + 3
