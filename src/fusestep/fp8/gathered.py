@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusestep.errors import UserError
 from fusestep.fp8.copies import CopyFormat
-from fusestep.fp8.gathered_cast import amaxes_of, cast_rows, whole_quantized
+from fusestep.fp8.gathered_cast import amaxes_of, cast_rows, slots_of, whole_quantized
 from fusestep.fp8.model_init import WEIGHT_NAMES, keep_marks
 from fusestep.fp8.recipes import Float8CurrentScaling, Recipe
 from fusestep.fp8.tensor import Float8Tensor
@@ -60,7 +60,8 @@ class Scaled:
     Attributes:
         form: how it is cast.
         together: the weights that are reduced together.
-        amaxes: of the whole weight, (1,) or one for each tile, of the values as `state` tells them.
+        known: what a cast has to know of the whole weight, whose values are as `state` tells them: a slot (1, 4) with
+            its scale, or the amaxes of its tiles.
     """
 
     form: CopyFormat
@@ -68,19 +69,19 @@ class Scaled:
     values: Tensor | None = None
     share: Share | None = None
     group: ProcessGroup | None = None
-    amaxes: Tensor | None = None
+    known: Tensor | None = None
     state: tuple[int, int] | None = None
 
-    def whole_amaxes(self, values: Tensor, share: Share, group: ProcessGroup) -> Tensor:
-        """The amaxes of the whole weight, of which this rank has the rows `values`. All ranks call this alike."""
+    def of_whole(self, values: Tensor, share: Share, group: ProcessGroup) -> Tensor:
+        """What is `known` of the whole weight, of which this rank has the rows `values`. All ranks call this alike."""
         self.values, self.share, self.group = values, share, group
         if not share.is_full:
             # Ranks without a row cannot tell that the others changed.
             reduce_amaxes([self])
         elif self.state != _state_of(values):
             reduce_amaxes([one for one in self.together if one._is_stale(group)])
-        assert self.amaxes is not None
-        return self.amaxes
+        assert self.known is not None
+        return self.known
 
     def _is_stale(self, group: ProcessGroup) -> bool:
         if self.values is None or self.share is None or self.group is not group or not self.share.is_full:
@@ -101,8 +102,10 @@ def reduce_amaxes(weights: list[Scaled]) -> None:
     group = weights[0].group
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
-    for one, local, reduced in zip(weights, found, flat.split(sizes), strict=True):
-        one.amaxes = reduced.view(local.shape)
+    form = weights[0].form  # of all that are reduced together
+    known = flat.split(sizes) if form.kind == "tiles" else slots_of(flat, form).split(1)
+    for one, local, reduced in zip(weights, found, known, strict=True):
+        one.known = reduced.view(local.shape) if form.kind == "tiles" else reduced
         assert one.values is not None
         one.state = _state_of(one.values)
 
@@ -148,8 +151,8 @@ class GatheredWeight(Tensor):
         rows, columns = outer_size
         most = -(-rows // mesh.size())
         share = Share((rows, columns), mesh.get_local_rank() * most, most, mesh.size())
-        amaxes = self.scaled.whole_amaxes(self._plain, share, mesh.get_group())
-        data, scale_inv = cast_rows(self._plain, amaxes, self.scaled.form, share)
+        known = self.scaled.of_whole(self._plain, share, mesh.get_group())
+        data, scale_inv = cast_rows(self._plain, known, self.scaled.form, share)
         return (data,), (scale_inv, share.shape)
 
     def fsdp_post_all_gather(

@@ -17,8 +17,9 @@ from fusestep.fp8.copies import CopyFormat
 from fusestep.ops.block_scaling_launch import TILE, unwritten_scales
 from fusestep.ops.block_scaling_reference import NAN_BYTE, block_scale
 from fusestep.ops.quantize import quantize, transpose_bytes
+from fusestep.ops.quantize_reference import scale_from_amax_reference
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.roll_scales import AMAX, SLOT
+from fusestep.ops.roll_scales import SCALE, SLOT
 
 if TYPE_CHECKING:
     from fusestep.fp8.gathered import Share
@@ -44,17 +45,23 @@ def amaxes_of(values: Tensor, form: CopyFormat, share: Share) -> Tensor:
     return found
 
 
-def cast_rows(values: Tensor, amaxes: Tensor, form: CopyFormat, share: Share) -> tuple[Tensor, Tensor]:
-    """(bytes of a shard, (most, columns) uint8, zero below its rows; inverse scales of the whole weight)."""
+def slots_of(amaxes: Tensor, form: CopyFormat) -> Tensor:
+    """(n, 4) slots with the scales that n amaxes call for, so that a cast need not look for one."""
+    slots = torch.zeros(amaxes.numel(), SLOT, dtype=torch.float32, device=amaxes.device)
+    slots[:, SCALE] = scale_from_amax_reference(amaxes, form.dtype, form.margin, form.power_of_two)
+    return slots
+
+
+def cast_rows(values: Tensor, known: Tensor, form: CopyFormat, share: Share) -> tuple[Tensor, Tensor]:
+    """(bytes of a shard, (most, columns) uint8, zero below its rows; inverse scales of the whole weight).
+
+    Args: known: of the whole weight its slot, (1, 4), or the amaxes of its tiles.
+    """
     rows, columns = values.shape
     if form.kind == "tiles":
-        data, scale_inv = _cast_tiles(values, amaxes, form, share)
+        data, scale_inv = _cast_tiles(values, known, form, share)
     else:
-        slots = torch.zeros(1, SLOT, dtype=torch.float32, device=values.device)
-        slots[:, AMAX] = amaxes
-        quantized, _ = quantize(
-            values, slots, 0, form.dtype, record=False, margin=form.margin, power_of_two=form.power_of_two
-        )
+        quantized, _ = quantize(values, known, 0, form.dtype)
         assert quantized.data is not None
         data, scale_inv = quantized.data.view(torch.uint8), quantized.scale_inv
     if data.shape == (share.most, columns):

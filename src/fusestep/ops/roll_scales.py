@@ -40,7 +40,9 @@ LARGEST_SCALE = 2.0**126
 
 def scale_reference(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
     """The scale that an amax calls for; 1 where it is zero or not finite."""
-    scale = torch.as_tensor(largest, dtype=torch.float32, device=amax.device) / amax / 2.0**margin
+    # Filled on the device, which a capture allows; a number would be divided by through its rounded reciprocal.
+    largest = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest)
+    scale = largest / amax / 2.0**margin
     scale = scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
