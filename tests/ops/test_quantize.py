@@ -76,6 +76,21 @@ def test_first_cast_takes_its_scale_from_the_tensor(
     assert torch.allclose(sums.double().cpu(), x.double().sum(0).cpu(), atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (33, 130), (48, 1030)])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_without_slots_the_scale_is_the_tensors_own(
+    shape: tuple[int, int], power_of_two: bool, device: torch.device
+) -> None:
+    x = torch.randn(shape, device=device) * 3 + 0.7
+    options = {"columnwise": True, "power_of_two": power_of_two, "column_sums": True}
+    quantized, sums = quantize(x, None, 2, E4M3, **options)
+    scale = torch.tensor(LARGEST[E4M3]) / x.abs().max().cpu()
+    scale = torch.exp2(torch.floor(torch.log2(scale.double()))).float() if power_of_two else scale
+    assert torch.equal(quantized.scale_inv.cpu(), 1.0 / scale)
+    check_bytes(quantized, nearest_codes(x.cpu() * scale, E4M3))
+    assert torch.allclose(sums.double().cpu(), x.double().sum(0).cpu(), atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_code_and_every_midpoint(dtype: torch.dtype, device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -253,8 +268,9 @@ def test_op_is_lawful(gated: bool) -> None:
     h = torch.randn(5, 14 if gated else 7)
     name = "swiglu" if gated else "gelu"
     counts = torch.zeros(3, 3, dtype=torch.int64)
-    arguments = (torch.randn(5, 7), h, name, slots_of(torch.device("cpu")), 1, E5M2, True, True, True, 0, False, counts)
-    torch.library.opcheck(quantize_op, (*arguments, True))
+    x, slots = torch.randn(5, 7), slots_of(torch.device("cpu"))
+    torch.library.opcheck(quantize_op, (x, h, name, slots, 1, E5M2, True, True, True, 0, False, counts, True))
+    torch.library.opcheck(quantize_op, (x, h, name, None, 1, E5M2, True, True, False, 0, False, None, True))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -284,6 +300,7 @@ X, SLOTS = torch.zeros(4, 4), torch.zeros(2, 4)
         (lambda: quantize(X, SLOTS[:, :3], 0, E4M3), "pass contiguous"),
         (lambda: quantize(X, SLOTS, 0, E4M3, margin=-1), "margin is -1"),
         (lambda: quantize(X, SLOTS, 0, E4M3, counts=torch.zeros(2, 3)), "int64"),
+        (lambda: quantize(X, None, 0, E4M3, record=True), "without slots there is nothing to record"),
         (lambda: quantize_activation(X, "tanh", SLOTS, 0, E4M3), "pass one of gelu"),
         (lambda: quantize_activation_backward(X, X, "swiglu", SLOTS, 0, E4M3), "pass the gradient of swiglu"),
         (lambda: transpose_bytes(X), "pass FP8"),

@@ -41,7 +41,7 @@ class TensorwiseCasts(Casts):
         self._joined: dict[tuple[Any, ...], JoinedPlan | None] = {}
 
     def _slots(self, index: int, like: Tensor) -> tuple[Tensor, int]:
-        """The slots of a cast that no plan makes, and its place in them."""
+        """The slots of a norm's cast, and its place in them."""
         if self.slots is not None:
             return self.slots, index
         return torch.zeros(1, SLOT, dtype=torch.float32, device=like.device), 0
@@ -196,9 +196,8 @@ class TensorwiseCasts(Casts):
             if plan is not None:
                 keep(self._plans, key, plan, MOST_PLANS)
                 return plan(x, h, self.slots, self.counts)
-        slots, place = self._slots(index, x)
-        options = CastOptions(place, dtype, rowwise, columnwise, *self._scaling)
-        quantized, sums = cast(x, h, name, slots, options, self.counts, sums_dtype is not None)
+        options = CastOptions(index, dtype, rowwise, columnwise, *self._scaling)
+        quantized, sums = cast(x, h, name, self.slots, options, self.counts, sums_dtype is not None)
         return quantized, None if sums is None else sums.to(sums_dtype)
 
 

@@ -35,7 +35,6 @@ from fusestep.ops.block_scaling_launch import MX, TILE, unwritten_scales
 from fusestep.ops.planned_product import RightOperands
 from fusestep.ops.quantize import quantize
 from fusestep.ops.quantized import Quantized, padded
-from fusestep.ops.roll_scales import SLOT
 
 __all__ = [
     "CopyFormat", "WeightCopies", "attach", "copies_of", "current_copy", "give", "overwrite", "refresh", "revision",
@@ -125,16 +124,14 @@ class WeightCopies(Copies):
             return quantize_blocks(
                 weight, form.dtype, block, columnwise=form.transposed, power_of_two=form.power_of_two
             )[0]
-        slots, index = self.slots, self.index
-        if form.kind == "current" or slots is None:
-            slots, index = torch.zeros(1, SLOT, dtype=torch.float32, device=weight.device), 0
+        slots = None if form.kind == "current" else self.slots
         return quantize(
             weight,
             slots,
-            index,
+            self.index,
             form.dtype,
             columnwise=form.transposed,
-            record=True,
+            record=slots is not None,
             margin=form.margin,
             power_of_two=form.power_of_two,
         )[0]

@@ -51,6 +51,8 @@ def check_options(who: str, options: CastOptions, slots: Tensor | None, counts: 
     if not 0 <= options.margin <= LARGEST_MARGIN:
         raise UserError(f"{who}: margin is {options.margin}; pass an integer from 0 to {LARGEST_MARGIN}.")
     if slots is None:
+        if options.record or counts is not None:
+            raise UserError(f"{who}: without slots there is nothing to record or count in; pass slots.")
         return
     if slots.dim() != 2 or slots.shape[1] != SLOT or slots.dtype is not torch.float32 or not slots.is_contiguous():
         raise UserError(

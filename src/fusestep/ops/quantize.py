@@ -10,8 +10,8 @@ it is. One that has none yet takes its scale from its amax, which is raised to m
 
     scale = largest / amax / 2^margin, bounded by 2^±126      (1 where amax is 0 or not finite)
 
-Nothing of this waits for the device, nor does a branch in Python depend on it. With `record` the slot's amax is raised
-by every cast.
+Without slots, the amax is that of what is cast. Nothing of this waits for the device, nor does a branch in Python
+depend on it. With `record` the slot's amax is raised by every cast.
 
 Outputs are padded with zeros to multiples of 16 (see quantized.py). Column sums, the gradient of a bias, are of what
 is cast, before the cast, in fp32 and in a fixed order.
@@ -33,7 +33,7 @@ from fusestep.ops.registry import is_plain
 
 def quantize(
     x: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     index: int,
     dtype: torch.dtype,
     *,
@@ -49,11 +49,11 @@ def quantize(
 
     Args:
         x: (rows, columns) fp32, bf16 or fp16; copied if its last stride is not 1.
-        slots: (n, 4) fp32 on x's device; contiguous.
+        slots: (n, 4) fp32 on x's device; contiguous. None: the scale is the one that x's own amax calls for.
         index: the slot.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise: which of data and transposed are wanted.
-        record: raise the slot's amax, also where it has a scale.
+        record: raise the slot's amax, also where it has a scale; there must be slots, as for counts.
         margin: a scale that is taken from the amax is smaller by 2^margin.
         power_of_two: such a scale is rounded down to a power of two.
         counts: (n, 3) int64, contiguous: to the slot's row is added how many elements were cast, saturated, and
@@ -70,7 +70,7 @@ def quantize(
 def quantize_activation(
     h: Tensor,
     name: str,
-    slots: Tensor,
+    slots: Tensor | None,
     index: int,
     dtype: torch.dtype,
     *,
@@ -95,7 +95,7 @@ def quantize_activation_backward(
     da: Tensor,
     h: Tensor,
     name: str,
-    slots: Tensor,
+    slots: Tensor | None,
     index: int,
     dtype: torch.dtype,
     *,
@@ -138,7 +138,7 @@ def cast(
     x: Tensor,
     h: Tensor | None,
     activation: str,
-    slots: Tensor,
+    slots: Tensor | None,
     options: CastOptions,
     counts: Tensor | None,
     column_sums: bool,

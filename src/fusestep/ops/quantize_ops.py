@@ -20,6 +20,7 @@ from fusestep.ops.quantize_plan import cast_shape, plan_cast
 from fusestep.ops.quantize_reference import padded_bytes, quantize_reference
 from fusestep.ops.quantized import padded
 from fusestep.ops.registry import define
+from fusestep.ops.roll_scales import SLOT
 
 #: What run_quantize and the raw op return: data, transposed, scale_inv and column sums.
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -29,7 +30,7 @@ def run_quantize(
     x: Tensor,
     h: Tensor | None,
     activation: str,
-    slots: Tensor,
+    slots: Tensor | None,
     options: CastOptions,
     counts: Tensor | None,
     column_sums: bool,
@@ -50,11 +51,13 @@ def run_quantize(
             values = activation_reference(x, activation)
         else:
             values = x
+        if slots is None:
+            slots, options = x.new_zeros(1, SLOT, dtype=torch.float32), options._replace(slot=0)
         return quantize_reference(values, slots, options, counts, column_sums)
 
 
 def _quantize(
-    x: Tensor, h: Tensor | None, activation: str, slots: Tensor, *given: Any
+    x: Tensor, h: Tensor | None, activation: str, slots: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An op cannot return None: what is not wanted is an empty tensor."""
     *fields, counts, column_sums = given
@@ -73,7 +76,7 @@ def _quantize_fake(
     x: Tensor,
     h: Tensor | None,
     activation: str,
-    slots: Tensor,  # noqa: ARG001
+    slots: Tensor | None,  # noqa: ARG001
     *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *fields, _, column_sums = given
@@ -106,7 +109,7 @@ def run_transpose(data: Tensor) -> Tensor:
 
 
 quantize_op = define(
-    "quantize(Tensor x, Tensor? h, str activation, Tensor(a!) slots, int index, ScalarType dtype, bool rowwise, "
+    "quantize(Tensor x, Tensor? h, str activation, Tensor(a!)? slots, int index, ScalarType dtype, bool rowwise, "
     "bool columnwise, bool record, int margin, bool power_of_two, Tensor(b!)? counts, bool column_sums) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _quantize,
