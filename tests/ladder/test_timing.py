@@ -12,7 +12,7 @@ from fusestep.ladder.timing import PAIRS, CudaClock, HostClock, Timing, measure,
 class FakeGpu:
     """A device with a queue: launching costs the host `launch` seconds, the work the device `work` seconds.
 
-    `queue` limits how many launches may wait, as a driver does. With `synchronizes` false its clock forgets to wait.
+    With `synchronizes` false its clock forgets to wait.
     """
 
     def __init__(self, launch: float, work: float, *, synchronizes: bool = True) -> None:
@@ -50,6 +50,27 @@ def test_work_that_outlasts_its_launch_is_timed_as_work() -> None:
     assert timing.step == pytest.approx(10, rel=0.11)  # the first launch of a window is not hidden
     assert timing.host == pytest.approx(1)
     assert timing.device == pytest.approx(10)
+
+
+class FullQueue(FakeGpu):
+    """The driver's queue is too short for a step: once the device is held, launches wait for each other."""
+
+    is_held = False
+
+    def hold(self, ms: float) -> bool:
+        self.is_held = ms > 0
+        return super().hold(ms)
+
+    def step(self) -> None:
+        super().step()
+        self.free += 0.004 if self.is_held else 0.0
+        self.is_held = False
+
+
+def test_a_step_that_the_queue_cannot_hold_takes_no_longer_on_the_device_than_in_a_loop() -> None:
+    gpu = FullQueue(launch=0.001, work=0.010)
+    timing = measure(gpu.step, gpu, steps=12)
+    assert timing.device == timing.step == pytest.approx(10, rel=0.11)
 
 
 def test_launch_bound_work_shows_the_host_as_the_limit() -> None:

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +113,9 @@ class Timing:
         steps: every timed step, between marks in the device's queue.
         host: median time to queue one step from an empty queue (a driver's queue that fills up makes it an upper
             bound); None on a CPU, where queuing is doing.
-        device: median time that the device needs for one step which is queued whole before it starts; None on a CPU.
+        device: median time that the device needs for one step which is queued whole before it starts, but no more than
+            `step` (a step that does not fit in a driver's queue starts before it is queued whole, and may then wait for
+            the host); None on a CPU.
     """
 
     first_step: float
@@ -178,7 +180,8 @@ def measure(
     after_windows()
 
     host, device = _apart(step, clock)
-    return Timing(first_step, warmup_steps, stable, tuple(windows), tuple(step_times), host, device)
+    timing = Timing(first_step, warmup_steps, stable, tuple(windows), tuple(step_times), host, device)
+    return timing if device is None or device <= timing.step else replace(timing, device=timing.step)
 
 
 def steps_in_windows(steps: int) -> int:
