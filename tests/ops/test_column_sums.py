@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusestep.errors import UserError
-from fusestep.ops import activation_sums, norm_backward, quantize_launch, quantize_plan, tickets
+from fusestep.ops import activation_sums, tickets
 from fusestep.ops.activation import activation
 from fusestep.ops.column_sums import (
     LAUNCH,
@@ -22,7 +22,6 @@ from fusestep.ops.column_sums import (
     run_column_sums,
     split_rows,
 )
-from fusestep.ops.quantize import quantize, quantize_activation_backward
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
@@ -216,90 +215,6 @@ def test_launch_of_other_tiles_gives_the_same_sums() -> None:
     other = prepare_column_sums(x.device, 200, 70, 70, type(LAUNCH)(rows=16, columns=32, parts=4))
     assert other.parts == 4  # of four tiles, the last of one
     assert torch.allclose(other(x, torch.float32), column_sums(x), rtol=1e-5, atol=1e-5)
-
-
-def cast_with_sums(shape: tuple[int, int], name: str, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Bytes as they are and transposed with the column sums, and the sums in float64: of a matrix, or of the gradient
-    of an activation."""
-    generator = torch.Generator(device).manual_seed(7)
-    h, dy = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
-    slots = torch.tensor([[0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 0.0, 0.0]], device=device)
-    if not name:
-        quantized, sums = quantize(h, slots, 1, torch.float8_e4m3fn, columnwise=True, column_sums=True)
-        wanted = h.double().sum(0)
-    else:
-        dy = dy[:, : shape[1] // 2] if name == "swiglu" else dy
-        quantized, sums = quantize_activation_backward(dy, h, name, slots, 1, torch.float8_e5m2, columnwise=True)
-        wide = h.double().requires_grad_()
-        (gradient,) = torch.autograd.grad(exact(wide, name), wide, dy.double())
-        wanted = gradient.sum(0)
-    assert quantized.data is not None
-    assert quantized.transposed is not None
-    assert sums is not None
-    return [quantized.data.view(torch.uint8), quantized.transposed.view(torch.uint8), sums], wanted
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("shape", "name"), [((150, 70), ""), ((70, 134), "swiglu")])
-def test_a_cast_adds_its_partial_sums_itself(
-    shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantize_launch, "SUMMED_AT_ONCE", 1)
-    found = []
-    for most in (0, 256):
-        monkeypatch.setattr(quantize_launch, "SUMMED_BY_LAST", most)
-        monkeypatch.setattr(quantize_plan, "_plans", {})
-        found.append(cast_with_sums(shape, name, torch.device("cpu")))
-        (plan,) = quantize_plan._plans.values()
-        assert (plan._total is None) == (most > 0)
-    (apart, wanted), (together, _) = found
-    assert torch.equal(apart[0], together[0])
-    assert torch.equal(apart[1], together[1])
-    for sums in (apart[2], together[2]):
-        assert float((sums.double() - wanted).norm()) <= 1e-6 * float(wanted.norm())
-    again, _ = cast_with_sums(shape, name, torch.device("cpu"))
-    assert torch.equal(again[2], together[2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "name"), [((8192, 768), ""), ((8192, 3072), "gelu"), ((4099, 1002), "swiglu")])
-def test_a_cast_on_several_streams_repeats_its_sums(
-    shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = torch.device("cuda")
-    monkeypatch.setattr(quantize_launch, "SUMMED_BY_LAST", 256)
-    monkeypatch.setattr(quantize_plan, "_plans", {})
-    alone, wanted = cast_with_sums(shape, name, device)
-    assert float((alone[2].double() - wanted).norm()) <= 1e-5 * float(wanted.norm())
-    found = []
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for turn in range(60):
-        with torch.cuda.stream(streams[turn % 2]):
-            found.append(cast_with_sums(shape, name, device)[0])
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, true) for parts in found for one, true in zip(parts, alone, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [768, 2048, 12288])
-def test_sums_that_wait_on_the_device_have_the_same_bits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second launch may come up while the first ends, and adds what the first wrote all the same."""
-    rows = 4099
-    x, dy = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    statistics = torch.rand(rows, 2, device="cuda") + 0.5
-    weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
-    found: list[list[Tensor]] = []
-    for dependent in (False, True):
-        monkeypatch.setattr(norm_backward, "DEPENDENT", dependent)
-        launches = norm_backward.prepare_backward(
-            x.device, statistics.shape, width, width, width, 4, 2, False, True, True
-        )
-        for _ in range(30):
-            dx, (dweight, dbias) = torch.empty_like(x), (torch.empty_like(weight) for _ in range(2))
-            launches(dy, None, x, statistics, weight, None, dx, dweight, dbias)
-            found.append([dx, dweight, dbias])
-    assert all(torch.equal(one, true) for parts in found for one, true in zip(parts, found[0], strict=True))
 
 
 def test_is_one_op_to_torch_compile(device: torch.device) -> None:

@@ -111,15 +111,6 @@ def test_bytes_are_those_of_the_whole(
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("small_launches")
-def test_sums_by_the_last_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_joined, "SUMMED_BY_LAST", 4)
-    monkeypatch.setattr(quantize_joined, "PART_ROWS", 2)
-    joined = Joined(matrices(40, (16, 16, 16), 1, torch.bfloat16), (16, 16, 16), 1)
-    check(joined, CastOptions(1, E5M2, True, True), 1.5, torch.float32)
-
-
-@pytest.mark.interpreter
-@pytest.mark.usefixtures("small_launches")
 def test_what_is_wanted_alone_and_a_scale_of_their_own() -> None:
     widths = (32, 16, 16)
     joined = Joined(matrices(7, widths, 1, torch.bfloat16), widths, 1)

@@ -69,7 +69,6 @@ def _backward(centred: bool) -> Iterator[Compilation]:
                 "STAGES": choice.stages,
                 "WEIGHT_GRADIENT": True,
                 "BIAS_GRADIENT": centred,
-                "DEPENDENT": False,
             }
             read: dict[str, str | None] = {
                 "dy_ptr": element,
@@ -122,12 +121,7 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             f"sum of partials {width}",
             {"partials_ptr": "fp32", "first_ptr": "bf16", "second_ptr": "bf16" if centred else None},
             {"programs": "i32"},
-            {
-                "WIDTH": width,
-                "ROWS": norm_backward.SUM_ROWS,
-                "COLUMNS": norm_backward.sum_columns(width),
-                "DEPENDENT": False,
-            },
+            {"WIDTH": width, "ROWS": norm_backward.SUM_ROWS, "COLUMNS": norm_backward.sum_columns(width)},
             4,
         )
 

@@ -74,7 +74,6 @@ def compilations() -> Iterator[Compilation]:
     yield _cast("", False, False, columnwise=True, in_hardware=False)
     yield _cast("silu", True, True, columnwise=True, in_hardware=False)
     yield _cast("", False, False, columnwise=True, in_hardware=True, searches=False)
-    yield _cast("silu", True, True, columnwise=True, in_hardware=True, adds=True)
     yield from _pairs()
     yield from _joined()
     choice = quantize_launch.transpose_launch()
@@ -92,15 +91,9 @@ _NUMBERS = {"rows": "i32", "columns": "i32", "x_stride": "i32", "h_stride": "i32
 
 
 def _cast(
-    activation: str,
-    gated: bool,
-    gradient: bool,
-    columnwise: bool,
-    in_hardware: bool,
-    searches: bool = True,
-    adds: bool = False,
+    activation: str, gated: bool, gradient: bool, columnwise: bool, in_hardware: bool, searches: bool = True
 ) -> Compilation:
-    """`searches`: the cast finds its amax itself, else a pass before has; `adds`: it adds its partial sums, too."""
+    """`searches`: the cast finds its amax itself, else a pass before has."""
     finder = quantize_launch.amax_launch(4096)
     choice = quantize_launch.quantize_launch(columnwise, gradient)
     output = ("fp8e5" if gradient else "fp8e4nv") if in_hardware else "u8"
@@ -116,7 +109,6 @@ def _cast(
         "ROWS": choice.rows,
         "COLUMNS": choice.columns,
         "TILES": choice.tiles,
-        "PART_ROWS": quantize_launch.PART_ROWS,
         **quantize_launch.search_constants(finder),
     }
     pointers = {
@@ -129,12 +121,10 @@ def _cast(
         "maxima_ptr": None if searches else "i32",
         "counts_ptr": "i64" if not activation else None,
         "partials_ptr": "fp32" if gradient else None,
-        "sums_ptr": "bf16" if adds else None,
-        "counters_ptr": "i32" if adds else None,
     }
     what = "gradient of " * gradient + (activation or "plain") + " (gated)" * gated
     label = f"{what}{', both ways' if columnwise else ''}{'' if in_hardware else ', rounded by integers'}"
-    label += f"{'' if searches else ', after a pass'}{', with their total' if adds else ''}"
+    label += "" if searches else ", after a pass"
     capability = fp8_cast.CAST_CAPABILITY if in_hardware else (8, 0)
     return _compilation(
         *(quantize_kernel._quantize_kernel, label, pointers, _NUMBERS | {"maxima": "i32"}, constants, choice.warps),
@@ -224,8 +214,7 @@ def _joined() -> Iterator[Compilation]:
             what,
             inputs
             | {"data_ptr": output, "transposed_ptr": output, "scale_inv_ptr": "fp32", "slots_ptr": slots}
-            | {"maxima_ptr": "i32", "counts_ptr": None, "partials_ptr": "fp32"}
-            | {"sums_ptr": None, "counters_ptr": None},
+            | {"maxima_ptr": "i32", "counts_ptr": None, "partials_ptr": "fp32"},
             numbers | {"columns": "i32", "a_width": "i32", "b_width": "i32", "c_width": "i32", "maxima": "i32"},
             {
                 "E4M3": False,
@@ -236,7 +225,6 @@ def _joined() -> Iterator[Compilation]:
                 "ROWS": choice.rows,
                 "COLUMNS": choice.columns,
                 "TILES": choice.tiles,
-                "PART_ROWS": quantize_launch.PART_ROWS,
                 **quantize_launch.search_constants(finder),
             },
             choice.warps,

@@ -25,9 +25,7 @@ from fusestep.ops.norm_backward import prepare_sums
 from fusestep.ops.quantize_joined_kernel import _amax_joined_kernel, _quantize_joined_kernel
 from fusestep.ops.quantize_launch import (
     AMAX_STAGES,
-    PART_ROWS,
     SUMMED_AT_ONCE,
-    SUMMED_BY_LAST,
     amax_launch,
     amax_programs,
     cast_constants,
@@ -37,7 +35,6 @@ from fusestep.ops.quantize_launch import (
 from fusestep.ops.quantize_plan import as_bytes
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.settled_slots import may_rely
-from fusestep.ops.tickets import counters
 
 Three = tuple[Tensor, Tensor, Tensor]
 Widths = tuple[int, int, int]
@@ -79,8 +76,8 @@ class JoinedPlan:
     """
 
     __slots__ = (
-        *("_amax", "_as_bytes", "_cast", "_data", "_device", "_index", "_maxima", "_partials", "_scale_inv"),
-        *("_settled", "_slots", "_strips", "_sums", "_total", "_transposed", "shape"),
+        *("_amax", "_as_bytes", "_cast", "_data", "_index", "_maxima", "_partials", "_scale_inv", "_settled", "_slots"),
+        *("_sums", "_total", "_transposed", "shape"),
     )
 
     def __init__(
@@ -126,7 +123,6 @@ class JoinedPlan:
                 ROWS=choice.rows,
                 COLUMNS=choice.columns,
                 TILES=tiles,
-                PART_ROWS=PART_ROWS,
                 **search_constants(finder),
                 num_warps=choice.warps,
             )
@@ -135,10 +131,7 @@ class JoinedPlan:
         self._slots = (options.slot,)
         has_parts = sums_dtype is not None and down > 1
         self._partials = maker((down, columns), torch.float32, device) if has_parts else None
-        # Strips whose last programs add the parts, or the launch that does.
-        self._strips = columns // choice.columns if has_parts and down <= SUMMED_BY_LAST else 0
-        self._total = prepare_sums(device, down, columns) if has_parts and not self._strips else None
-        self._device = device
+        self._total = prepare_sums(device, down, columns) if has_parts else None
 
     def __call__(self, matrices: Three, slots: Tensor | None, counts: Tensor | None) -> tuple[Quantized, Tensor | None]:
         """Cast them; return the whole and its column sums."""
@@ -160,10 +153,6 @@ class JoinedPlan:
         a_at, b_at, c_at = a.data_ptr(), b.data_ptr(), c.data_ptr()
         slots_at, counts_at = 0 if slots is None else slots.data_ptr(), 0 if counts is None else counts.data_ptr()
         maxima_at, summed_at = maxima.data_ptr(), 0 if summed is None else summed.data_ptr()
-        added, counting, added_at, counting_at = None, None, 0, 0
-        if self._strips and sums is not None:
-            added, counting = sums, counters(self._device, self._strips)
-            added_at, counting_at = sums.data_ptr(), counting.data_ptr()
         # What is allocated here is aligned.
         is_odd = (a_at | b_at | c_at | slots_at | counts_at) & 15
         launch = self._cast
@@ -171,12 +160,12 @@ class JoinedPlan:
             launch = self._settled
         elif is_odd or not self._amax.at((a_at, b_at, c_at, slots_at, maxima_at)):
             self._amax(a, b, c, slots, maxima)
-        given_at = (scale_inv.data_ptr(), slots_at, maxima_at, counts_at, summed_at, added_at, counting_at)
+        given_at = (scale_inv.data_ptr(), slots_at, maxima_at, counts_at, summed_at)
         if is_odd or not launch.at((a_at, b_at, c_at, data_at, transposed_at, *given_at)):
             written = (data, transposed)
             if self._as_bytes:
                 written = as_bytes(data), as_bytes(transposed)
-            launch(a, b, c, *written, scale_inv, slots, maxima, counts, summed, added, counting)
+            launch(a, b, c, *written, scale_inv, slots, maxima, counts, summed)
         total = self._total
         if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
             total(summed, sums, None)

@@ -6,7 +6,7 @@ A tile of columns lies in one of the three, so that all but where a program read
 from __future__ import annotations
 
 from fusestep.language import tl, triton
-from fusestep.ops.quantize_kernel import add_sums, cast_tiles
+from fusestep.ops.quantize_kernel import cast_tiles
 from fusestep.ops.quantize_scale_kernel import cast_scale, known_scale, largest_bits
 
 
@@ -70,8 +70,6 @@ def _quantize_joined_kernel(
     maxima_ptr,  # what _amax_joined_kernel found
     counts_ptr,  # (n, 3) or None
     partials_ptr,  # (programs down, columns) or None
-    sums_ptr,  # (columns,) if the programs add the partials, too; or None
-    counters_ptr,  # one for each strip of columns, or None
     rows,
     columns,  # of all together
     a_width,
@@ -90,7 +88,6 @@ def _quantize_joined_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides the three widths
     TILES: tl.constexpr,
-    PART_ROWS: tl.constexpr,
     MOST_MAXIMA: tl.constexpr,
     SEARCH_ROWS: tl.constexpr,
     SEARCH_COLUMNS: tl.constexpr,
@@ -154,5 +151,3 @@ def _quantize_joined_kernel(
         COLUMNS,
         TILES,
     )
-    if counters_ptr is not None:
-        add_sums(program, partials_ptr, sums_ptr, counters_ptr, rows, columns, 1, ROWS, COLUMNS, TILES, PART_ROWS)

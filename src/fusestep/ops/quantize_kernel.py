@@ -19,7 +19,6 @@ from fusestep.ops.fp8_cast import (
     transposed_words,
 )
 from fusestep.ops.quantize_scale_kernel import cast_scale, values_to_cast
-from fusestep.ops.tickets import last_of, sum_of_parts
 
 
 @triton.jit
@@ -208,36 +207,6 @@ def cast_tiles(
             tl.store(partials_ptr + columns + column, sums_of_columns(second_total), mask=column < columns)
 
 
-@triton.jit
-def add_sums(
-    program,
-    partials_ptr,
-    sums_ptr,
-    counters_ptr,
-    rows,
-    columns,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-):
-    """After `cast_tiles`: the last program of a strip of columns adds what those of the strip left in partials."""
-    sums_width = tl.cast(columns, tl.int64) * HALVES
-    last_width = (sums_width + 15) // 16 * 16 - columns * (HALVES - 1)
-    across = ((last_width - 1) // COLUMNS + 1).to(tl.int32)
-    down = (tl.cast(rows, tl.int64) + 15) // 16 * 16
-    parts = ((down - 1) // (ROWS * TILES) + 1).to(tl.int32)
-    strip = program % across
-    if last_of(counters_ptr + strip, parts):
-        column = strip * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < columns
-        for half in tl.static_range(HALVES):
-            first = half * columns
-            sums = sum_of_parts(partials_ptr + first, parts, sums_width, column, inside, PART_ROWS)
-            tl.store(sums_ptr + first + column, sums, mask=inside)
-
-
 @triton.jit(do_not_specialize=["rows", "index", "maxima"])
 def _quantize_kernel(
     x_ptr,  # rows of `columns`, x_stride apart; of a gated activation 2 · columns
@@ -249,8 +218,6 @@ def _quantize_kernel(
     maxima_ptr,  # what _amax_kernel found, or None
     counts_ptr,  # (n, 3) or None
     partials_ptr,  # (programs down, columns of the output) or None
-    sums_ptr,  # (columns of the output,) if the programs add the partials, too; or None
-    counters_ptr,  # one for each strip of columns, or None
     rows,
     columns,
     x_stride,
@@ -268,7 +235,6 @@ def _quantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
-    PART_ROWS: tl.constexpr,  # partials that are added at a time
     MOST_MAXIMA: tl.constexpr,
     SEARCH_ROWS: tl.constexpr,
     SEARCH_COLUMNS: tl.constexpr,
@@ -322,20 +288,6 @@ def _quantize_kernel(
         COLUMNS,
         TILES,
     )
-    if counters_ptr is not None:
-        add_sums(
-            program,
-            partials_ptr,
-            sums_ptr,
-            counters_ptr,
-            rows,
-            columns,
-            2 if GATED and h_ptr is not None else 1,
-            ROWS,
-            COLUMNS,
-            TILES,
-            PART_ROWS,
-        )
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])

@@ -21,7 +21,6 @@ from fusestep.ops.quantize_launch import QuantizeLaunches, prepare_quantize
 from fusestep.ops.quantized import Quantized, padded
 from fusestep.ops.registry import is_plain
 from fusestep.ops.settled_slots import may_rely
-from fusestep.ops.tickets import counters
 
 #: Data, their inverse scale, transpose, its inverse scale, column sums: None for what was not asked for.
 Cast = tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
@@ -43,8 +42,8 @@ class CastPlan:
     """
 
     __slots__ = (
-        *("_amax", "_as_bytes", "_cast", "_counters", "_data", "_device", "_index", "_maxima", "_partials"),
-        *("_scale_inv", "_settled", "_slots", "_sums", "_total", "_transposed", "shape"),
+        *("_amax", "_as_bytes", "_cast", "_data", "_index", "_maxima", "_partials", "_scale_inv", "_settled", "_slots"),
+        *("_sums", "_total", "_transposed", "shape"),
     )
 
     def __init__(
@@ -70,7 +69,6 @@ class CastPlan:
         self._amax, self._cast, self._as_bytes = launches.amax, launches.cast, launches.as_bytes
         self._settled, self._slots = launches.settled, (options.slot,)
         self._total: PreparedLaunch | None = launches.total
-        self._counters, self._device = launches.counters, device
 
     def __call__(
         self, x: Tensor, h: Tensor | None, slots: Tensor | None, counts: Tensor | None
@@ -112,19 +110,15 @@ class CastPlan:
         # One tile of rows has sums that are the whole.
         summed = sums if self._partials is None else self._partials()
         summed_at = 0 if summed is None else summed.data_ptr()
-        total_sums, counting, total_at, counting_at = None, None, 0, 0
-        if self._counters and sums is not None:
-            total_sums, counting = sums, counters(self._device, self._counters)
-            total_at, counting_at = sums.data_ptr(), counting.data_ptr()
         scale_inv_at = scale_inv.data_ptr()
-        given_at = (slots_at, maxima_at, counts_at, summed_at, total_at, counting_at)
+        given_at = (slots_at, maxima_at, counts_at, summed_at)
         if is_odd or not launch.at((x_at, h_at, data_at, transposed_at, scale_inv_at, *given_at)):
             written = (data, transposed)
             if self._as_bytes:
                 written = as_bytes(data), as_bytes(transposed)
             if maxima is None and self._maxima is not None:
                 maxima = self._maxima()  # for the compiler, which goes by what is there
-            launch(x, h, *written, scale_inv, slots, maxima, counts, summed, total_sums, counting)
+            launch(x, h, *written, scale_inv, slots, maxima, counts, summed)
         total = self._total
         if total is not None and sums is not None and not total.at((summed_at, sums.data_ptr(), 0)):
             total(summed, sums, None)
