@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from fusestep.errors import UserError
 from fusestep.fp8 import Float8BlockScaling, MXFP8BlockScaling, fp8_autocast
 from fusestep.fp8.recipes import Recipe
-from fusestep.nn import LayerNormLinear
+from fusestep.nn import LayerNormLinear, LayerNormMLP, fused_norm
 
 Close = Callable[..., None]
 
 
-def made(features: int, out: int, device: Any, dtype: torch.dtype = torch.float32, **options: Any) -> LayerNormLinear:
-    layer = LayerNormLinear(features, out, device=device, dtype=dtype, **options)
+def made_of(kind: Any, features: int, out: int, device: Any, **options: Any) -> Any:
+    layer = kind(features, out, device=device, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5 + 0.1)
+    return layer
+
+
+def made(features: int, out: int, device: Any, dtype: torch.dtype = torch.float32, **options: Any) -> LayerNormLinear:
+    layer: LayerNormLinear = made_of(LayerNormLinear, features, out, device, dtype=dtype, **options)
     return layer
 
 
@@ -205,6 +210,46 @@ def test_under_autocast_the_stream_keeps_its_dtype(dtype: torch.dtype, recipe: R
     assert total.dtype == torch.float32
     (y.float().sum() + total.sum()).backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_under_autocast_the_norm_is_written_as_the_product_takes_it(
+    kind: Any, normalization: Any, with_residual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of a norm in fp32 that is cast, which is what a module does that returns its norm."""
+    layer = made_of(kind, 24, 40, device, normalization=normalization)
+    seen: list[torch.dtype] = []
+    normalise = fused_norm.normalise
+
+    def watched(*args: Any, **options: Any) -> Any:
+        result = normalise(*args, **options)
+        seen.append((result[0] if isinstance(result, tuple) else result).dtype)
+        return result
+
+    monkeypatch.setattr(fused_norm, "normalise", watched)
+    x, residual = (torch.randn(7, 24, device=device) * 3 + 1 for _ in range(2))
+    found: list[list[Tensor]] = []
+    for returns_norm in (True, False):
+        layer.return_layernorm_output = returns_norm
+        leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+        with torch.autocast(device.type, torch.bfloat16):
+            result = layer(leaves[0], residual=leaves[1] if with_residual else None)
+        results = list(result) if isinstance(result, tuple) else [result]
+        if returns_norm:
+            del results[1]
+        layer.zero_grad()
+        sum((one.float() * torch.linspace(-1, 1, one.shape[-1], device=device)).sum() for one in results).backward()
+        gradients = [one.grad for one in (*leaves, *layer.parameters()) if one.grad is not None]
+        found.append([*results, *gradients])
+    assert seen == [torch.float32, torch.bfloat16]
+    assert len(found[0]) == len(found[1])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype is b.dtype
+        # On a GPU the kernels of another dtype may add in another order.
+        unit = 0.0 if device.type == "cpu" else 2.0**-7 if a.dtype is torch.bfloat16 else 1e-5
+        assert float((a.double() - b.double()).abs().max()) <= unit * float(a.abs().max())
 
 
 def test_mistakes_are_told_in_one_sentence() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusestep.dispatch import Choice
 from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.errors import UserError
-from fusestep.nn.fp8_module import FP8Module
+from fusestep.nn.fp8_module import FP8Module, activation_dtype
 from fusestep.ops.norm import explain, normalise
 from fusestep.ops.norm_ops import norm_backward, run_backward
 from fusestep.ops.quantized import Quantized
@@ -64,15 +64,23 @@ class NormedModule(FP8Module):
         # In fp32: bf16 holds a small difference from 1, but not 1 and that difference.
         return weight.float() + 1.0 if self.zero_centered_gamma else weight, self._parameter("layer_norm_bias")
 
-    def _normalised(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(norm, x + residual or None) in high precision."""
+    def _normalised(
+        self, x: Tensor, residual: Tensor | None, *, for_product: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(norm, x + residual or None) in high precision.
+
+        `for_product`: nobody but a product sees the norm, which torch.autocast would cast it for. It is then written in
+        that dtype at once, to the same bits, and so comes its gradient.
+        """
         weight, bias = self._norm_parameters()
+        dtype = activation_dtype(x) if for_product and torch.is_autocast_enabled(x.device.type) else None
+        if torch.float64 in (x.dtype, weight.dtype):
+            dtype = None  # which torch.autocast leaves alone
         if self._parallel is not None:
             weight, bias = self._parallel.shared(weight, bias)
         shape = (x.shape[-1],)
-        result = normalise(
-            self.centred, type(self).__name__, x, shape, weight, bias, self.eps, residual, memory_efficient=False
-        )
+        options: Any = {"residual": residual, "memory_efficient": False, "dtype": dtype}
+        result = normalise(self.centred, type(self).__name__, x, shape, weight, bias, self.eps, **options)
         return result if residual is not None else (result, None)
 
     def _normed_choice(self) -> Choice:

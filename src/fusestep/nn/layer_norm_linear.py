@@ -130,7 +130,8 @@ class LayerNormLinear(Linear, NormedModule):
             y, bias = product if self.return_bias else (product, None)
             heads = None if split is None else y
         elif region is None or not region.enabled or not x.numel():
-            normed, total = self._normalised(x, residual)
+            is_inner = region is None and not self.return_layernorm_output
+            normed, total = self._normalised(x, residual, for_product=is_inner)
             y = self._in_high_precision(normed, region, not self.return_bias)
             bias = self._bias() if self.return_bias else None
         else:

@@ -205,7 +205,8 @@ class LayerNormMLP(NormedModule):
     def _in_high_precision(
         self, x: Tensor, residual: Tensor | None, region: Region | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        normed, total = self._normalised(x, residual)
+        is_inner = region is None and not self.return_layernorm_output
+        normed, total = self._normalised(x, residual, for_product=is_inner)
         return self._products(normed, region, self.has_bias and not self.return_bias), total, normed
 
     def _shared(
