@@ -242,7 +242,7 @@ def test_under_autocast_the_norm_is_written_as_the_product_takes_it(
         layer.zero_grad()
         sum((one.float() * torch.linspace(-1, 1, one.shape[-1], device=device)).sum() for one in results).backward()
         gradients = [one.grad for one in (*leaves, *layer.parameters()) if one.grad is not None]
-        found.append([*results, *gradients])
+        found.append([one.detach() for one in (*results, *gradients)])
     assert seen == [torch.float32, torch.bfloat16]
     assert len(found[0]) == len(found[1])
     for a, b in zip(*found, strict=True):
