@@ -74,6 +74,41 @@ def check(
     assert int((found_counts - counts).abs().max()) <= (2 + values.numel() // 1000 if name else 0)
 
 
+def check_turned(device: torch.device, rowwise: bool, columnwise: bool, shape: tuple[int, int]) -> None:
+    """A matrix that lies the other way in memory: the same outputs, from no copy of it."""
+    lying = torch.randn(shape, device=device) * 2 + 0.5
+    x = lying.t()
+    found_slots, slots = (torch.zeros(2, 4, device=device) for _ in range(2))
+    found_counts, counts = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
+    options = CastOptions(1, E4M3, rowwise, columnwise, True, 1, False)
+    plans = set(quantize_plan._plans)
+    found = run_quantize(x, None, "", found_slots, options, found_counts, False)
+    (key,) = set(quantize_plan._plans) - plans
+    assert key[0][1:4] == (*shape, lying.stride(0)), "it was not cast as it lies"
+    wanted = quantize_reference(x.contiguous(), slots, options, counts, False)
+    for value, exact, is_wanted in zip(found[:2], wanted[:2], (rowwise, columnwise), strict=True):
+        assert (value is not None) is is_wanted
+        assert value is None or (value.is_contiguous() and torch.equal(as_bytes(value), as_bytes(exact)))
+    for value, exact in ((found[2], wanted[2]), (found_slots, slots), (found_counts, counts)):
+        assert torch.equal(value, exact)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
+def test_a_matrix_that_lies_the_other_way_is_not_copied(rowwise: bool, columnwise: bool) -> None:
+    check_turned(torch.device("cpu"), rowwise, columnwise, (21, 37))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(37, 21), (768, 2304), (4099, 1030)])
+def test_a_large_matrix_that_lies_the_other_way_is_not_copied(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_plan, "_plans", {})
+    check_turned(torch.device("cuda", 0), True, True, shape)
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

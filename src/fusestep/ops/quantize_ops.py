@@ -42,6 +42,10 @@ def run_quantize(
         return quantized.data, quantized.transposed, quantized.scale_inv, sums
     rows, columns = cast_shape(x, h, activation)
     if rows * columns and dispatch.uses_triton("quantize", x.device):  # it was for the strides
+        if h is None and not activation and not column_sums:
+            turned = _run_turned(x.t(), slots, options, counts)
+            if turned is not None:
+                return turned
         x, h = x.contiguous(), None if h is None else h.contiguous()
         return run_quantize(x, h, activation, slots, options, counts, column_sums)
     with torch.no_grad():
@@ -54,6 +58,16 @@ def run_quantize(
         if slots is None:
             slots, options = x.new_zeros(1, SLOT, dtype=torch.float32), options._replace(slot=0)
         return quantize_reference(values, slots, options, counts, column_sums)
+
+
+def _run_turned(x: Tensor, slots: Tensor | None, options: CastOptions, counts: Tensor | None) -> _Outputs | None:
+    """The cast of xᵀ, as whose transpose x lies in memory: x is cast as it lies, and its outputs change places."""
+    options = options._replace(rowwise=options.columnwise, columnwise=options.rowwise)
+    plan = plan_cast(x, None, "", slots, options, counts, None)
+    if plan is None:
+        return None
+    quantized, _ = plan(x, None, slots, counts)
+    return quantized.transposed, quantized.data, quantized.scale_inv, None
 
 
 def _quantize(
