@@ -138,7 +138,9 @@ def test_the_readme_shows_the_demo_s_commands() -> None:
 
 def test_the_readme_s_figures_are_those_of_the_results_files() -> None:
     text = figures.README.read_text()
-    assert text == figures.with_figures(text, figures.newest_results(figures.RESULTS)), "run make figures"
+    assert text == figures.with_figures(text, figures.figures(figures.newest_results(figures.RESULTS))), (
+        "run make figures"
+    )
 
 
 def test_the_newest_results_of_each_part_are_shown(tmp_path: Path) -> None:

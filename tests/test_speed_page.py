@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import beside_targets
+import drop_in_figures
 import figures
 import scaling_chart
 import speed
@@ -29,9 +31,16 @@ def test_the_page_is_made_from_the_results() -> None:
     assert speed.PAGE.read_text() == speed.page(RESULTS, speed.explained()), "run make figures"
 
 
+def test_figures_between_marks_are_those_of_the_results() -> None:
+    for path, shown in figures.marked_pages(RESULTS).items():
+        text = path.read_text()
+        assert text == figures.with_figures(text, shown), f"{path.name}: run make figures"
+
+
 def test_every_missed_row_is_explained_and_no_other() -> None:
-    rows = speed.all_rows(speed.of_parts(RESULTS))
-    assert speed.unexplained(rows, speed.explained()) == []
+    by_part = speed.of_parts(RESULTS)
+    others = beside_targets.owing(by_part)
+    assert speed.unexplained(speed.all_rows(by_part), speed.explained(), others) == []
 
 
 def test_an_explanation_of_a_met_row_and_a_missed_row_without_one_are_found() -> None:
@@ -166,3 +175,58 @@ def test_a_ladder_shows_what_stands_beside_its_rungs() -> None:
     ]
     text = figures.ladder({**ladder, "contenders": beside})
     assert text == f"{figures.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 3 MiB |  |  |"
+
+
+def test_rows_without_a_target_owe_a_reason_where_they_are_worse_than_they_should_be() -> None:
+    world = {"configuration": "A", "precision": "fp8", "device_ms": 4.0, "device_ms_quartiles": [3.9, 4.2]}
+    world |= {"plain_ms": 3.0, "loss": 4.5}
+    rows = [
+        {**world, "path": "ddp", "over_plain": 1.02},
+        {**world, "path": "fsdp", "over_plain": 1.0302},
+        {**world, "path": "tp=1", "failed": "so"},
+    ]
+    times = {"native, amp": 1.0, "fusestep bf16": 0.8, "fusestep fp8 delayed": 1.25, "native, all bf16": 0.9}
+    steps = [step(name, 4.0, 3.0, weights="fp32", over_native=over) for name, over in times.items()]
+    steps.append(step("fusestep bf16, masters", 4.0, 3.0, weights="bf16", over_native=None))
+    by_part = {
+        "world": {"rows": rows},
+        "steps-b": {"rows": [*steps, {"configuration": "fusestep bf16", "failed": "so"}]},
+    }
+    assert beside_targets.owing(by_part) == {
+        "world/A/fp8/fsdp": ("A, fp8, fsdp", "1.03 times the plain step"),
+        "steps-b/fusestep bf16": ("B: fusestep bf16, fp32 weights", "25.0% over native, amp"),
+    }
+    (section,) = beside_targets.sections(by_part)
+    times = "4.00 (3.90–4.20)"
+    assert section.rows == [
+        ["A, fp8, ddp", times, "3.00", "1.020", "4.5000", "met"],
+        ["A, fp8, fsdp", times, "3.00", "1.030", "4.5000", "missed: by 1.0%"],
+        ["A, fp8, tp=1", "failed", "", "", "", ""],
+    ]
+    reasons = {"world/A/fp8/fsdp": "copies", "steps-b/fusestep bf16": "casts"}
+    assert speed.unexplained([], reasons, beside_targets.owing(by_part)) == []
+    assert speed.unexplained([], {"x": "y"}, ["world/A/fp8/fsdp"]) == [
+        "world/A/fp8/fsdp misses its target and has no explanation",
+        "x has an explanation and is not missed",
+    ]
+
+
+def test_programs_that_ran_unchanged_stand_beside_what_others_took() -> None:
+    beside = {"torch Adam, FP32": 39.5, "Transformer Engine FP8, eager": 30.7, drop_in_figures.NATIVE: 4.28}
+    te = {"program": "tutorial", "configuration": "sbhd", "beside": beside, "losses": {"10": 2.71, "20": 1.868}}
+    te |= {"bf16_ms": 12.84, "fp8_ms": 17.0, "strides": [3, 3, 1, 4, 4, 2, 5]}
+    apex = {"program": "apex_model.py", "configuration": "FusedAdam", "beside": beside, "loss": 0.1534}
+    apex |= {"bf16_ms": None, "fp32_ms": 38.2, "peak_gb": 2.5}
+    result = {"rows": [te, apex, {"program": "apex_model.py", "configuration": "x", "failed": "so"}]}
+    assert drop_in_figures.apex(result).splitlines()[2:] == [
+        "| `FusedAdam` | 38.2 ms | 0.153 | 2.50 GB |",
+        "| beside: torch Adam, FP32 | 39.5 ms |  |  |",
+        "| beside: torch.compile, autocast BF16, one graph | 4.3 ms |  |  |",
+    ]
+    head, _, *lines = drop_in_figures.transformer_engine(result).splitlines()
+    assert "loss after 10 / 20 steps" in head
+    assert lines == [
+        "| as it is | 12.8 ms | 17.0 ms | 2.71 / 1.87 | 3 (2 times), 1, 4 (2 times), 2, … |",
+        "| beside: Transformer Engine FP8, eager |  | 30.7 ms |  |  |",
+        "| beside: torch.compile, autocast BF16, one graph | 4.3 ms |  |  |  |",
+    ]

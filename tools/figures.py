@@ -1,8 +1,9 @@
-"""Write the README's figures, docs/speed.md, docs/planning.md and the plan's rates from the results files.
+"""Write what the README, pages in docs/ and the plan's rates say of speed from the results files.
 
     python tools/figures.py
 
-Reads the newest file of each part in benchmarks/results/ and replaces what stands between the README's two marks.
+Reads the newest file of each part in benchmarks/results/ and replaces what stands between the two marks of the README
+and of the pages on Apex's and Transformer Engine's names. docs/speed.md is made whole, docs/planning.md by other marks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import drop_in_figures
 import scaling_chart
 import speed
 from speed import table
@@ -219,11 +221,17 @@ def figures(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def with_figures(text: str, results: list[dict[str, Any]]) -> str:
-    """The README with today's figures between its marks."""
+def with_figures(text: str, shown: str) -> str:
+    """A page with today's figures between its marks."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{figures(results)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{shown}\n\n{END}{after}"
+
+
+def marked_pages(results: list[dict[str, Any]]) -> dict[Path, str]:
+    """What stands between the marks of each page that has them."""
+    drop_in = {drop_in_figures.DOCS / page: drop_in_figures.figures(page, results) for page in drop_in_figures.TABLES}
+    return {README: figures(results), **drop_in}
 
 
 def main() -> None:
@@ -234,7 +242,8 @@ def main() -> None:
     results = newest_results(RESULTS)
     plan_rates.main()
     plan_page.main()
-    README.write_text(with_figures(README.read_text(), results))
+    for path, shown in marked_pages(results).items():
+        path.write_text(with_figures(path.read_text(), shown))
     speed.PAGE.write_text(speed.page(results, speed.explained()))
     grown = speed.of_parts(results).get("scaling")
     if grown is not None:

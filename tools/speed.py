@@ -1,7 +1,8 @@
 """docs/speed.md, made from the results files: every target, what was reached, and why where it was not.
 
 Results are the newest of each part in benchmarks/results/. A row that misses its target is explained in
-benchmarks/explanations.json, under the row's name; a row that meets it, or was not measured, has none there.
+benchmarks/explanations.json, under the row's name; a row that meets it, or was not measured, has none there. So are
+rows without a target that are worse than they should be (beside_targets.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import beside_targets
 import targets
 from targets import Target
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "speed.md"
 EXPLANATIONS = ROOT / "benchmarks" / "explanations.json"
 CHART = "scaling.svg"
+NOT_EXPLAINED = "not explained yet."
 Data = dict[str, Any]
 
 HEAD = """\
@@ -157,14 +160,14 @@ def page(results: list[Data], explanations: dict[str, str]) -> str:
         header = ["row", "floor", f"others, {targets.QUOTED_ON}", "best other, same run", "ours", "target", ""]
         parts.append(f"## {name}\n\n{table(header, map(cells, own))}")
         reasons = [
-            f"- **{row.target.label}** ({row.verdict}): {explanations.get(row.target.name, 'not explained yet.')}"
+            f"- **{row.target.label}** ({row.verdict}): {explanations.get(row.target.name, NOT_EXPLAINED)}"
             for row in own
             if row.ours is not None and row.missed is not None
         ]
         if reasons:
             parts.append("Why not:\n\n" + "\n".join(reasons))
-        parts += [part for part in (_sources(own, by_part), _more(own[0].target.part, by_part)) if part]
-    parts += _without_targets(by_part)
+        parts += [part for part in (_sources(own, by_part), _more(own[0].target.part, by_part, explanations)) if part]
+    parts += _without_targets(by_part, explanations)
     return "\n\n".join(parts) + "\n"
 
 
@@ -186,11 +189,13 @@ def source(result: Data, folder: str = "../benchmarks/results") -> str:
     return words + (f"; not installed: {', '.join(absent)}" if absent else "")
 
 
-def _more(part: str, by_part: dict[str, Data]) -> str:
+def _more(part: str, by_part: dict[str, Data], explanations: dict[str, str]) -> str:
     """What a table's part has beside the rows with targets."""
     if part.startswith("steps-"):
         found = [row for name, result in sorted(by_part.items()) if name.startswith("steps-") for row in result["rows"]]
-        return "\n\n".join(filter(None, (_configurations(found), *_kernels(found))))
+        reasons = _reasons("steps-", by_part, explanations)
+        slower = f"Slower than native PyTorch:\n\n{reasons}" if reasons else ""
+        return "\n\n".join(filter(None, (_configurations(found), slower, *_kernels(found))))
     if part == "scaling" and part in by_part:
         rows = by_part[part]["rows"]
         lines = [
@@ -250,38 +255,22 @@ def _kernels(rows: list[Data]) -> Iterator[str]:
             yield f"What takes the time of {model.upper()}, {fastest['configuration']}:\n\n{table_of_it}"
 
 
-def _without_targets(by_part: dict[str, Data]) -> Iterator[str]:
+def _without_targets(by_part: dict[str, Data], explanations: dict[str, str]) -> Iterator[str]:
     """Measurements that no target is set for."""
-    if "mlp" in by_part:
-        lines = [
-            [
-                f"{row['tokens']} × {row['width']} × {row['hidden']} {row['activation']}, {row['implementation']}",
-                f"{row['device_ms']:.3f}",
-                f"{row['products_ms']:.3f}",
-                f"{row['over_torch']:.2f}×",
-            ]
-            for row in by_part["mlp"]["rows"]
-        ]
-        header = ["tokens × width × features, implementation", "ms", "its products alone, ms", "over torch"]
-        yield f"## LayerNormMLP, forward and backward\n\n{table(header, lines)}\n\n{source(by_part['mlp'])}"
-    if "pieces" in by_part:
-        lines = [
-            [
-                f"{row['operation']} {row['shape'].replace('x', '×')}, {row['implementation']}",
-                *(["failed", "", "", ""] if "failed" in row else _piece(row)),
-            ]
-            for row in by_part["pieces"]["rows"]
-        ]
-        header = ["operation", "µs", "floor, µs", "of floor", "host, µs"]
-        yield (
-            "## Rotary embedding and cross entropy of logits, forward and backward\n\n"
-            f"{table(header, lines)}\n\n{source(by_part['pieces'])}"
-        )
+    for section in beside_targets.sections(by_part):
+        words = f"{section.words}\n\n" if section.words else ""
+        shown = f"## {section.title}\n\n{words}{table(section.header, section.rows)}\n\n"
+        reasons = _reasons(section.part, by_part, explanations)
+        yield shown + (f"Why not:\n\n{reasons}\n\n" if reasons else "") + source(by_part[section.part])
 
 
-def _piece(row: Data) -> list[str]:
-    host = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
-    return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", host]
+def _reasons(part: str, by_part: dict[str, Data], explanations: dict[str, str]) -> str:
+    """Why rows of a part that have no target are worse than they should be."""
+    return "\n".join(
+        f"- **{label}** ({verdict}): {explanations.get(name, NOT_EXPLAINED)}"
+        for name, (label, verdict) in beside_targets.owing(by_part).items()
+        if name.startswith(part)
+    )
 
 
 def explained() -> dict[str, str]:
@@ -290,9 +279,12 @@ def explained() -> dict[str, str]:
     return found
 
 
-def unexplained(rows: list[Row], explanations: dict[str, str]) -> list[str]:
-    """What is wrong with the explanations: missed rows without one, and those that are not of a missed row."""
-    missed = {row.target.name for row in rows if row.ours is not None and row.missed is not None}
+def unexplained(rows: list[Row], explanations: dict[str, str], others: Iterable[str] = ()) -> list[str]:
+    """What is wrong with the explanations: missed rows without one, and those that are not of a missed row.
+
+    `others` are names of rows that have no target and owe an explanation all the same.
+    """
+    missed = {row.target.name for row in rows if row.ours is not None and row.missed is not None} | set(others)
     return [
         *(f"{name} misses its target and has no explanation" for name in sorted(missed - explanations.keys())),
         *(f"{name} has an explanation and is not missed" for name in sorted(explanations.keys() - missed)),

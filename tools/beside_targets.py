@@ -1,0 +1,103 @@
+"""Sections of docs/speed.md for measurements without a row among the targets, and which of their rows owe a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Data = dict[str, Any]
+
+#: What a way to spread a model may cost in a world of one, where nothing is sent, over the plain step.
+OVER_PLAIN = 1.02
+
+WORLD = f"""\
+What it costs to spread a model over ranks where there is one rank, so that all code runs and nothing is sent: whole
+steps of models A and B, captured, with FP32 weights, in turns with the plain step. The aim is at most {OVER_PLAIN} of
+the plain step. "ddp", "fsdp" and "tp=1" are what the trainer does for one rank. "Wrapped" and "sharded" replicate and
+shard on purpose, which the trainer does not do for one rank: they tell what DistributedDataParallel and FSDP2 copy on
+each of several. Between several GPUs nothing has been measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading, the part that it shows, words before the table, and the table."""
+
+    title: str
+    part: str
+    header: list[str]
+    rows: list[list[str]]
+    words: str = ""
+
+
+def sections(by_part: dict[str, Data]) -> Iterator[Section]:
+    """What was measured."""
+    for part, make in (("world", _world), ("mlp", _mlp), ("pieces", _pieces)):
+        if part in by_part:
+            yield make(by_part[part]["rows"])
+
+
+def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
+    """Rows beside the targets that need a reason, by name: what they are called and by how much they are worse.
+
+    Whole steps of ours that take longer than native PyTorch's, and steps in a world of one beyond the aim.
+    """
+    found = {}
+    for part, result in sorted(by_part.items()):
+        for row in result["rows"] if part == "world" or part.startswith("steps-") else []:
+            if "failed" in row:
+                continue
+            if part == "world" and row["over_plain"] > OVER_PLAIN:
+                label = f"{row['configuration']}, {row['precision']}, {row['path']}"
+                name = f"world/{row['configuration']}/{row['precision']}/{row['path']}"
+                found[name] = (label, f"{row['over_plain']:.2f} times the plain step")
+            if part != "world" and row["configuration"].startswith("fusestep") and (row["over_native"] or 1) < 1:
+                label = f"{row['model'].upper()}: {row['configuration']}, {row['weights']} weights"
+                found[f"{part}/{row['configuration']}"] = (label, f"{1 / row['over_native'] - 1:.1%} over native, amp")
+    return found
+
+
+def _world(rows: list[Data]) -> Section:
+    lines = []
+    for row in rows:
+        name = f"{row['configuration']}, {row['precision']}, {row['path']}"
+        if "failed" in row:
+            lines.append([name, "failed", "", "", "", ""])
+            continue
+        low, high = row["device_ms_quartiles"]
+        verdict = "met" if row["over_plain"] <= OVER_PLAIN else f"missed: by {row['over_plain'] / OVER_PLAIN - 1:.1%}"
+        times = [f"{row['device_ms']:.2f} ({low:.2f}–{high:.2f})", f"{row['plain_ms']:.2f}"]
+        lines.append([name, *times, f"{row['over_plain']:.3f}", f"{row['loss']:.4f}", verdict])
+    header = ["model, precision, path", "step, ms (quartiles)", "plain, ms", "over plain", "loss", ""]
+    return Section("A world of one", "world", header, lines, WORLD)
+
+
+def _mlp(rows: list[Data]) -> Section:
+    lines = [
+        [
+            f"{row['tokens']} × {row['width']} × {row['hidden']} {row['activation']}, {row['implementation']}",
+            f"{row['device_ms']:.3f}",
+            f"{row['products_ms']:.3f}",
+            f"{row['over_torch']:.2f}×",
+        ]
+        for row in rows
+    ]
+    header = ["tokens × width × features, implementation", "ms", "its products alone, ms", "over torch"]
+    return Section("LayerNormMLP, forward and backward", "mlp", header, lines)
+
+
+def _pieces(rows: list[Data]) -> Section:
+    lines = [
+        [
+            f"{row['operation']} {row['shape'].replace('x', '×')}, {row['implementation']}",
+            *(["failed", "", "", ""] if "failed" in row else _piece(row)),
+        ]
+        for row in rows
+    ]
+    title = "Rotary embedding, cross entropy of logits and embedding, forward and backward"
+    return Section(title, "pieces", ["operation", "µs", "floor, µs", "of floor", "host, µs"], lines)
+
+
+def _piece(row: Data) -> list[str]:
+    host = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
+    return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", host]
