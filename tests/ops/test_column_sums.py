@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -235,3 +236,17 @@ def test_counters_may_first_be_needed_where_torch_records_graphs(monkeypatch: py
     found = [compiled(x).clone() for _ in range(4)]
     wanted = column_sums(x) + 1.0
     assert all(torch.equal(one, wanted) for one in found)
+
+
+@pytest.mark.gpu
+def test_counters_may_first_be_needed_where_waiting_is_forbidden(
+    monkeypatch: pytest.MonkeyPatch, no_waiting: Any
+) -> None:
+    """As in the step that TrainStep watches for waits: a false one would keep it from capturing."""
+    x = torch.randn(8192, 768, device="cuda", dtype=torch.bfloat16)
+    wanted = column_sums(x)
+    monkeypatch.setattr(tickets, "_of_streams", {})
+    monkeypatch.setattr(tickets, "_reserves", {})
+    with no_waiting():
+        found = column_sums(x)
+    assert torch.equal(found, wanted)

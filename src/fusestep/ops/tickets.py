@@ -20,11 +20,13 @@ same counter:
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fusestep import hardware
 from fusestep.language import tl, triton
 
 #: Counters of a stream; a launch that needs more has them zeroed.
@@ -104,17 +106,19 @@ def _lasting(device: torch.device, count: int) -> Tensor:
     """
     if device.type != "cuda":
         return _zeroed(device, count)
-    made: list[Tensor] = []
+    index = torch._C._cuda_getDevice()
 
-    def make() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            made.append(_zeroed(device, count))
-            torch.cuda.current_stream(device).synchronize()
+    def make() -> Tensor:
+        # This wait, once a stream, is not one that a user has torch forbid, nor one that TrainStep looks for.
+        with hardware.probing(index):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                made = _zeroed(device, count)
+            stream.synchronize()
+        return made
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return made[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _for_stream(device: torch.device) -> Tensor | None:
