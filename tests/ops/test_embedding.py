@@ -265,6 +265,8 @@ def test_the_op_serves_the_compiler_and_transforms() -> None:
             torch.testing.assert_close(a, b)
 
 
+# Of torch's own making, where it adds up a sparse gradient.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_other_options_are_torchs(
     options: dict[str, Any], device: torch.device, caplog: pytest.LogCaptureFixture
