@@ -27,7 +27,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     plainly: Callable[..., Tensor] = column_sums.column_sums
     monkeypatch.setattr(biased_linear, "WORTHWHILE", 1)
     monkeypatch.setattr(biased_linear, "interpreted", lambda: True)
-    monkeypatch.setattr(column_sums, "uses_triton", lambda x: True)
+    monkeypatch.setattr(column_sums, "serves", lambda x: True)
     monkeypatch.setattr(column_sums, "column_sums", summed)
     return seen
 
@@ -146,6 +146,12 @@ def test_transforms_see_torch_itself(with_reference: list[torch.Size]) -> None:
         tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
     assert torch.allclose(tangent, layer.weight.sum(1).expand(5, 4), atol=1e-6)
     assert not with_reference
+
+
+def test_a_dtype_that_the_kernel_lacks_is_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSESTEP_STRICT", "1")
+    monkeypatch.setattr(column_sums, "uses_triton", lambda x: pytest.fail("asked, and so announced"))
+    assert not column_sums.serves(torch.zeros(2, 2, dtype=torch.float64))
 
 
 def test_small_outputs_are_left_to_torch() -> None:

@@ -70,7 +70,7 @@ def sums_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and (x.is_cuda or interpreted())
-        and column_sums.uses_triton(weight)
+        and column_sums.serves(weight)
     )
 
 

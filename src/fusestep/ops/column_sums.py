@@ -153,6 +153,11 @@ def uses_triton(x: Tensor) -> bool:
     return dispatch.uses_triton("column_sums", x.device, unsupported)
 
 
+def serves(x: Tensor) -> bool:
+    """Whether the kernel runs on x; a dtype that it was not made for is no fallback to who has another way."""
+    return x.dtype in CASTABLE and uses_triton(x)
+
+
 column_sums_op = define(
     "column_sums(Tensor x, ScalarType dtype) -> Tensor",
     run_column_sums,
