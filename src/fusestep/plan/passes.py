@@ -35,9 +35,11 @@ def forward(work: Work) -> Passes:
         norms = 2 * (b + 2 * r + 2) * W * own
         return Passes(norms + 4 * W + (b * H + 2 * F) + 2 * b * Q, 12)
     if work.form == "fused":
-        # A norm adds the branch before it: reads both, writes the sum and its output, which autocast then casts.
-        norms = 2 * (b + 3 * r) * W * own + (2 * (r + b) * W * own if casts else 0)
-        return Passes(norms + b * (H + F) + 2 * b * Q, 9 + 2 * casts)
+        # A norm adds the branch before it: reads both, writes the sum and its output, as the product takes it.
+        norms = 2 * (2 * b + 2 * r) * W * own
+        if _casts_norms(work):
+            norms += 2 * 2 * r * W * own
+        return Passes(norms + b * (H + F) + 2 * b * Q, 9 + 2 * _casts_norms(work))
     norms = 2 * (2 * r + (r + b if casts else 0)) * W * own
     adds = 2 * (2 * r + b) * W * own
     copies = (2 * 4 * W + 2 * Q) * b if work.form == "seed" else 0.0
@@ -56,9 +58,11 @@ def backward(work: Work) -> Passes:
         norms = 2 * 4 * r * W * own
         gradients = 2 * (b + 2) * W + (b + 2) * Q + b * F + (b + 2) * H
         return Passes(norms + gradients + 2 * (r + b) * W * own * 2 + biases + 2 * b * Q, 22)
-    # Gradients of branches come in the residual stream's dtype and are cast, both ways.
-    casting = (2 * (r + b) * W * own * 2) if casts else 0.0
-    norms = 2 * (4 if work.form == "fused" else 3) * r * W * own
+    # Gradients of branches come in the residual stream's dtype and are cast; that of a norm's output is cast back, but
+    # the fused form's norms take it as it comes, unless ranks share the product.
+    is_taken = casts and work.form == "fused" and not _casts_norms(work)
+    casting = ((1 if is_taken else 2) * 2 * (r + b) * W * own) if casts else 0.0
+    norms = 2 * (3 * r + (b if is_taken else r) if work.form == "fused" else 3 * r) * W * own
     adds = 0.0 if work.form == "fused" else 2 * 3 * r * W * own
     layouts = {"fused": 2 * Q, "plain": 4 * Q, "seed": 0}[work.form] * b
     if work.form == "seed":
@@ -66,12 +70,18 @@ def backward(work: Work) -> Passes:
         # (twice 12 W), and layouts are changed back (14 W).
         layouts = (2 * 12 * W + 12 * W + 14 * W) * b
     kernels = {"fused": 17, "plain": 20, "seed": 32}[work.form]
-    return Passes(norms + adds + activation + biases + casting + layouts, kernels + 12 * casts)
+    kernels += (10 if is_taken else 12) * casts
+    return Passes(norms + adds + activation + biases + casting + layouts, kernels)
 
 
 def _casts(work: Work) -> int:
     """Whether torch.autocast casts between the residual stream and the products."""
     return int(work.element != work.residual)
+
+
+def _casts_norms(work: Work) -> int:
+    """Whether a norm of the fused form is cast apart: where ranks share the product, which takes what all have."""
+    return _casts(work) * int(work.layout.tensor > 1)
 
 
 def _by_sequence(work: Work) -> float:
