@@ -143,9 +143,10 @@ def test_outputs_and_gradients_are_those_of_autocasts_own_casts(
     make: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     module = with_values(make(device=device))
-    twin = copy.deepcopy(module)
-    optimizer, other = (FusedAdam(each.parameters(), lr=1e-2) for each in (module, twin))
-    is_exact = device.type == "cpu" or not isinstance(module, TransformerLayer)  # attention adds up in any order there
+    twin = copy.deepcopy(module)  # without an optimizer, so that it casts by itself
+    optimizer = FusedAdam(module.parameters(), lr=1e-2)
+    is_cpu = device.type == "cpu"
+    is_exact = is_cpu or not isinstance(module, TransformerLayer)  # attention adds up in any order there
     close = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 0.02, "atol": 1e-4}
     for _ in range(3):
         x = torch.randn(2, 5, 24, device=device)
@@ -163,11 +164,74 @@ def test_outputs_and_gradients_are_those_of_autocasts_own_casts(
             assert (ours.grad is None) == (theirs.grad is None), name
             if ours.grad is not None and theirs.grad is not None:
                 assert ours.grad.dtype == torch.float32
-                torch.testing.assert_close(ours.grad, theirs.grad, msg=name, **close)
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-        fusestep.refresh(twin)  # so that it casts by itself
+                # Autocast rounds gradients to its dtype; those by way of copies are rounded to fp32 alone, of weights
+                # on a GPU.
+                is_rounded_alike = "layer_norm" in name or ("weight" in name and is_cpu)
+                bound = 0.0 if is_exact and is_rounded_alike else 0.02
+                assert float((ours.grad - theirs.grad).norm()) <= bound * float(theirs.grad.norm()), name
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.zero_grad()
+        twin.load_state_dict(module.state_dict())
+
+
+@pytest.mark.parametrize("parts", [None, {"query": 21, "key": 19}])
+def test_gradients_by_way_of_copies_are_rounded_to_fp32_alone(
+    parts: dict[str, int] | None, device: torch.device
+) -> None:
+    module = Linear(24, 40, device=device, parameters_split=parts)
+    optimizer = FusedAdam(module.parameters(), lr=1e-2)
+    x = torch.randn(3, 101, 24, device=device)
+    step(module, optimizer, x, torch.bfloat16)
+    # Of every sort: nobody may add into a tensor that is another's gradient, too.
+    for accumulated in (1, 2):
+        with torch.autocast(device.type, torch.bfloat16):
+            y = module(x)
+        dy = torch.randn(y.shape, device=device).to(y.dtype)
+        if accumulated == 1:
+            first = dy
+        y.backward(dy)
+    rows, operand = (first.double() + dy.double()).view(-1, 40), x.to(torch.bfloat16).double().view(-1, 24)
+    weight, bias = (
+        torch.cat([p.grad.double() for n, p in module.named_parameters() if n.endswith(what) and p.grad is not None])
+        for what in ("weight", "bias")
+    )
+    exact = rows.t() @ operand
+    bound = 1e-6 if device.type == "cuda" else 4e-3  # torch rounds a product in bf16 on a CPU
+    assert float((weight - exact).norm()) <= bound * float(exact.norm())
+    assert float((bias - rows.sum(0)).norm()) <= 1e-6 * float(rows.sum(0).norm())
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "x"])
+def test_what_needs_no_gradient_by_way_of_copies_gets_none(what: str, device: torch.device) -> None:
+    module = Linear(24, 40, device=device)
+    optimizer = FusedAdam(module.parameters(), lr=1e-2)
+    x = torch.randn(5, 24, device=device)
+    step(module, optimizer, x, torch.bfloat16)
+    if what != "x":
+        getattr(module, what).requires_grad_(False)
+        x.requires_grad_()
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+    with hooks, torch.autocast(device.type, torch.bfloat16):
+        y = module(x)
+    assert len(kept) == (2 if what == "bias" else 1)
+    assert all(one.dtype is torch.bfloat16 for one in kept)
+    y.float().sum().backward()
+    for name, one in (("weight", module.weight), ("bias", module.bias), ("x", x)):
+        assert (one.grad is None) == (name == what), name
+
+
+def test_a_forward_gradient_does_not_pass_by_way_of_copies(device: torch.device) -> None:
+    module = Linear(24, 40, device=device)
+    optimizer = FusedAdam(module.parameters(), lr=1e-2)
+    x = torch.randn(5, 24, device=device)
+    step(module, optimizer, x, torch.bfloat16)
+    with torch.autograd.forward_ad.dual_level(), torch.autocast(device.type, torch.bfloat16):
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(module(dual)).tangent
+    wanted = module.weight.sum(1).expand(5, 40)
+    torch.testing.assert_close(tangent.float(), wanted, rtol=0.02, atol=0.02)
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
@@ -283,7 +347,8 @@ def test_gradients_of_gradients_pass_through_copies(device: torch.device) -> Non
             y = each(x).float().square().sum()
         (dx,) = torch.autograd.grad(y, x, create_graph=True)
         results.append(torch.autograd.grad(dx.square().sum(), each.weight)[0])
-    assert torch.equal(*results)
+    # Autocast adds the two ways to the weight up in bf16.
+    torch.testing.assert_close(*results, rtol=0.02, atol=1e-5)
 
 
 def test_activation_checkpointing_uses_copies(device: torch.device) -> None:
@@ -342,12 +407,14 @@ def test_a_graph_of_steps_reads_and_writes_copies() -> None:
         work(0)
     for _ in range(3):
         work(1)
-        fusestep.refresh(modules[1])
     for number in range(4):
         x.copy_(torch.randn(32, 64) * (torch.inf if number == 2 else 1.0))
         graph.replay()
         work(1)
-        fusestep.refresh(modules[1])
         for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
             assert torch.equal(ours, theirs)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(modules[0](x).isnan(), copy.deepcopy(modules[0])(x).isnan())
+            if number != 2:
+                assert torch.equal(modules[0](x), copy.deepcopy(modules[0])(x))
     assert int(optimizers[0].skipped_steps) == int(optimizers[1].skipped_steps) == 1

@@ -20,7 +20,7 @@ from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts, Norm
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
-from fusestep.nn.biased_linear import sums_bias
+from fusestep.nn.biased_linear import linear_by_copies, sums_bias, sums_copied_bias
 from fusestep.nn.fp8_module import Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.fused_norm import (
     Normalization,
@@ -30,7 +30,7 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
-from fusestep.nn.operands import plain_operands
+from fusestep.nn.operands import current_copies
 from fusestep.nn.products import (
     forward_product,
     input_gradient,
@@ -228,13 +228,9 @@ class LayerNormMLP(NormedModule):
 
     def _products(self, normed: Tensor, region: Region | None, has_bias: bool) -> Tensor:
         """Both layers in high precision; `has_bias`: the second's is added."""
-        fc1_weight, fc1_bias = self._operands("fc1", normed, region, has_bias=self.has_bias)
-        summed = fc1_bias if sums_bias(normed, fc1_weight, fc1_bias) else None
-        # The gradient of the first bias then comes with that of h.
-        h = plain_linear(self, normed, fc1_weight, fc1_bias if summed is None else summed.detach(), region)
+        h, fc1_weight, summed = self._layer("fc1", normed, region, self._parameter("fc1_bias"), leaves_sums=True)
         a = activate(h, self.activation, summed)
-        fc2_weight, fc2_bias = self._operands("fc2", a, region, has_bias=has_bias)
-        y = plain_linear(self, a, fc2_weight, fc2_bias, region)
+        y, fc2_weight, _ = self._layer("fc2", a, region, self._parameter("fc2_bias") if has_bias else None)
         cast = (normed, fc1_weight, a, fc2_weight)
         for index, operand in zip((FC1_INPUT, FC1_WEIGHT, FC2_INPUT, FC2_WEIGHT), cast, strict=True):
             self._calibrate(region, index, operand)
@@ -242,14 +238,24 @@ class LayerNormMLP(NormedModule):
         self._calibrate_gradient(region, FC2_GRADIENT, y)
         return y
 
-    def _operands(
-        self, layer: str, x: Tensor, region: Region | None, *, has_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of one layer, for a product in high precision."""
-        bias = (self._parameter(f"{layer}_bias"),) if has_bias else None
-        weight, added = plain_operands(self, x, region, (self._parameter(f"{layer}_weight"),), bias)
-        assert weight is not None
-        return weight, added
+    def _layer(
+        self, name: str, x: Tensor, region: Region | None, bias: Tensor | None, *, leaves_sums: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The product of one layer in high precision, its weight, and the bias that still wants its gradient.
+
+        With `leaves_sums` that of the bias may be left to who computes the gradient of the product.
+        """
+        weight = self._parameter(f"{name}_weight")
+        biases = None if bias is None else (bias,)
+        copies = current_copies(self, x, region, (weight,), biases)
+        left = None
+        if copies is not None:
+            if leaves_sums and sums_copied_bias(x, *copies):
+                left, biases = bias, None
+            return linear_by_copies(x, *copies, (weight,), biases), weight, left
+        if leaves_sums and sums_bias(x, weight, bias):
+            left = bias
+        return plain_linear(self, x, weight, bias if left is None else left.detach(), region), weight, left
 
     def _first_weight(self) -> Tensor:
         weight: Tensor = self._parameter("fc1_weight")

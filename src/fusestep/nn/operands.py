@@ -1,8 +1,8 @@
 """Weights and biases as products read them: put together of several parameters, and in the copies that FusedAdam wrote.
 
 In FP8 the copies take the place of a cast (quantized_weights.py). Elsewhere, under torch.autocast, they take the
-place of autocast's own: `plain_operands` gives a product the parameters as they are, or their copies in autocast's
-dtype. Either way the gradient goes to each parameter as through a cast and torch.cat.
+place of autocast's own: `current_copies` finds those that a product may multiply by, which biased_linear.py then does.
+Either way the gradient goes to each parameter as through a cast and torch.cat.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fusestep.fp8.context import Region
 from fusestep.fp8.held import part_of
@@ -57,37 +58,36 @@ def stand_in(parameters: Sequence[Tensor]) -> Tensor:
     """
     rows = sum(parameter.shape[0] for parameter in parameters)
     empty = parameters[0].detach().new_empty(1).expand(rows, parameters[0].shape[1])
-    whole: Tensor = _apply((empty,), (len(parameters),), *parameters)[0]
-    return whole
+    return wholes((empty,), (len(parameters),), *parameters)[0]
 
 
-def plain_operands(
-    module: nn.Module, x: Tensor, region: Region | None, *operands: tuple[Tensor, ...] | None
-) -> list[Tensor | None]:
-    """What torch's product multiplies by and adds for each operand, the parameters of a weight or bias.
+def wholes(values: Sequence[Tensor], counts: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of these values that stand for parameters put together, and take their gradients.
 
-    Where torch.autocast would cast them and the module is training, that is the copies in autocast's dtype that the
-    optimizer wrote, once it has, and until then it is asked for them.
+    Args: counts: for each of the values, of how many of the parameters it is.
+    """
+    made: tuple[Tensor, ...] = _apply(values, counts, *parameters)
+    return made
+
+
+def put_together(parameters: tuple[Tensor, ...]) -> Tensor:
+    """The parameters of a weight or bias as one tensor."""
+    return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
+
+
+def current_copies(
+    module: nn.Module, x: Tensor, region: Region | None, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Copies in torch.autocast's dtype that the optimizer wrote, of a weight and its bias.
+
+    None where this call may not multiply by them, which only training under torch.autocast may, or where one of them is
+    not of the parameters as they are now; the optimizer is then asked for what is missing.
 
     Args:
         module: whose parameters they are.
         x: the product's other operand.
         region: the FP8 region of the call; one that calibrates looks at the parameters themselves.
-    """
-    there = [operand for operand in operands if operand is not None]
-    copies = _current_copies(module, x, region, there)
-    if copies is None:
-        return [None if one is None else one[0] if len(one) == 1 else torch.cat(one) for one in operands]
-    wholes = iter(_apply(copies, [len(one) for one in there], *[parameter for one in there for parameter in one]))
-    return [None if one is None else next(wholes) for one in operands]
-
-
-def _current_copies(
-    module: nn.Module, x: Tensor, region: Region | None, operands: list[tuple[Tensor, ...]]
-) -> list[Tensor] | None:
-    """The copies of all operands, if this call may multiply by them and all are current.
-
-    Else the optimizer is asked for what is missing.
+        weights, biases: the parameters of each; None for no bias.
     """
     kind = x.device.type
     if (
@@ -97,11 +97,13 @@ def _current_copies(
         or not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or x.dtype is torch.float64  # which autocast leaves alone
     ):
         return None
     dtype = torch.get_autocast_dtype(kind)
     found: list[Tensor] = []
+    operands = (weights,) if biases is None else (weights, biases)
     for parameters in operands:
         copies = _asked_for(parameters, dtype)
         if copies is None:
@@ -110,7 +112,9 @@ def _current_copies(
             attach_plain(parameters, dtype)
         elif copies.values is not None and copies.is_current(*parameters):
             found.append(copies.values)
-    return found if len(found) == len(operands) else None
+    if len(found) < len(operands):
+        return None
+    return found[0], None if biases is None else found[1]
 
 
 def _asked_for(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> PlainCopies | None:
