@@ -98,6 +98,31 @@ def test_kernels_with_residual_and_from_the_output(kind: str, width: int, memory
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [5, 21])
+@pytest.mark.parametrize(("narrow", "wanted"), [("x", (True, True)), ("residual", (True, True)), ("x", (False, True))])
+def test_kernels_write_the_gradient_in_the_dtypes_of_both_parts(
+    width: int, narrow: str, wanted: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = (torch.bfloat16, torch.float32) if narrow == "x" else (torch.float32, torch.bfloat16)
+    parts = [torch.randn(9, width).to(dtype).requires_grad_(needs) for dtype, needs in zip(dtypes, wanted, strict=True)]
+    weight = torch.rand(width) + 0.5
+    y, total = layer_norm(parts[0], (width,), weight, eps=EPS, residual=parts[1])
+    assert total.dtype == torch.float32
+    dy, dsum = torch.randn(2, 9, width)
+    rounded = total.detach().double().requires_grad_()
+    (true,) = torch.autograd.grad(exact("layer_norm", rounded, weight, None), rounded, dy.double())
+    leaves = [part for part in parts if part.requires_grad]
+    monkeypatch.setattr(Tensor, "to", lambda *_: pytest.fail("cast after the kernel"))
+    found = torch.autograd.grad((y, total), leaves, (dy, dsum))
+    monkeypatch.undo()
+    for leaf, gradient in zip(leaves, found, strict=True):
+        assert gradient.dtype == leaf.dtype
+        difference = (gradient.double() - true - dsum.double()).norm() / (true + dsum.double()).norm()
+        assert float(difference) <= TOLERANCE[leaf.dtype]
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("width", [5, 21])
 def test_kernels_follow_row_strides(kind: str, width: int) -> None:

@@ -14,7 +14,7 @@ from fusestep.distributed.tensor_parallel import TensorParallel
 from fusestep.errors import UserError
 from fusestep.nn.fp8_module import FP8Module, activation_dtype
 from fusestep.ops.norm import explain, normalise
-from fusestep.ops.norm_ops import norm_backward, run_backward
+from fusestep.ops.norm_ops import copy_dtype_of, in_dtype, norm_backward, run_backward
 from fusestep.ops.quantized import Quantized
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -147,21 +147,20 @@ def norm_gradients(
     if dnormed is not None:
         dn = dnormed if dn is None else dn + dnormed
     x_needed, residual_needed, weight_needed, bias_needed = needed
-    dx, dweight, dbias = dtotal, None, None
+    dx, dweight, dbias, dx_copy = dtotal, None, None, None
     if dn is not None and any(needed):
         width = x.shape[-1]
-        backward = norm_backward if torch.compiler.is_compiling() else run_backward
-        dx, dweight, dbias = backward(
-            dn, dtotal, x, statistics, weight, bias, width, centred, False, x.dtype, weight_needed, bias_needed
-        )
-    dresidual = dx if residual_needed else None
-    if dx is not None and dx.dtype is not x_dtype:
-        dx = dx.to(x_dtype)
-    if dresidual is not None and dresidual.dtype is not residual_dtype:
-        dresidual = dresidual.to(residual_dtype)
+        options = (width, centred, False, x.dtype, weight_needed, bias_needed)
+        if torch.compiler.is_compiling():
+            dx, dweight, dbias = norm_backward(dn, dtotal, x, statistics, weight, bias, *options)
+        else:
+            copy_dtype = copy_dtype_of(
+                x.dtype, x_dtype if x_needed else None, residual_dtype if residual_needed else None
+            )
+            dx, dweight, dbias, dx_copy = run_backward(dn, dtotal, x, statistics, weight, bias, *options, copy_dtype)
     return (
-        dx if x_needed else None,
-        dresidual,
+        None if dx is None or not x_needed else in_dtype(x_dtype, dx, dx_copy),
+        None if dx is None or residual_dtype is None or not residual_needed else in_dtype(residual_dtype, dx, dx_copy),
         dweight if weight_needed else None,
         dbias if bias_needed else None,
     )

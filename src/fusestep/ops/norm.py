@@ -21,6 +21,8 @@ from fusestep.ops.layouts import keep
 from fusestep.ops.norm_ops import (
     KnownBackward,
     KnownForward,
+    copy_dtype_of,
+    in_dtype,
     known_backward,
     known_forward,
     norm_backward,
@@ -79,16 +81,17 @@ class _Call:
         dtype: torch.dtype,
         weight_gradient: bool,
         bias_gradient: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(dx, dweight, dbias), without the op; None for a gradient that is not wanted."""
+        copy_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(dx, dweight, dbias, dx in `copy_dtype`), without the op; None for what is not wanted."""
         of_sum = None if dsum is None else (dsum.stride(), dsum.dtype)
         # Hooks on saved tensors may give back other strides.
-        key = (dy.stride(), dy.dtype, of_sum, kept.stride(), from_output, weight_gradient, bias_gradient)
+        options = (from_output, dtype, weight_gradient, bias_gradient, copy_dtype)
+        key = (dy.stride(), dy.dtype, of_sum, kept.stride(), *options)
         known = self.backwards.get(key)
         if known is not None and dispatch.uses_triton(known.op, known.device):
             return known(dy, dsum, kept, statistics, weight, bias)
-        options = (self.width, self.centred, from_output, dtype, weight_gradient, bias_gradient)
-        arguments = (dy, dsum, kept, statistics, weight, bias, *options)
+        arguments = (dy, dsum, kept, statistics, weight, bias, self.width, self.centred, *options)
         result = run_backward(*arguments)
         known = known_backward(*arguments)
         if known is not None:
@@ -136,6 +139,7 @@ class _Norm(torch.autograd.Function):
         call, from_output, plain = ctx.settings
         dtype, x_dtype, residual_dtype = ctx.dtypes
         x_needed, residual_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
+        dx_copy = None
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
@@ -143,20 +147,18 @@ class _Norm(torch.autograd.Function):
                 dy, dsum, kept, weight, bias, call.width, call.eps, call.centred, from_output, dtype
             )
         elif plain and is_plain(dy):
-            dx, dweight, dbias = call.run_backward(
-                dy, dsum, kept, statistics, weight, bias, from_output, dtype, weight_needed, bias_needed
+            copy_dtype = copy_dtype_of(
+                dtype, x_dtype if x_needed else None, residual_dtype if residual_needed else None
+            )
+            dx, dweight, dbias, dx_copy = call.run_backward(
+                dy, dsum, kept, statistics, weight, bias, from_output, dtype, weight_needed, bias_needed, copy_dtype
             )
         else:
             options = (call.width, call.centred, from_output, dtype, weight_needed, bias_needed)
             dx, dweight, dbias = norm_backward(dy, dsum, kept, statistics, weight, bias, *options)
-        dresidual = dx if residual_needed else None
-        if dx is not None and dx.dtype != x_dtype:
-            dx = dx.to(x_dtype)
-        if dresidual is not None and dresidual.dtype != residual_dtype:
-            dresidual = dresidual.to(residual_dtype)
         return (
-            dx if x_needed else None,
-            dresidual,
+            None if dx is None or not x_needed else in_dtype(x_dtype, dx, dx_copy),
+            None if dx is None or not residual_needed else in_dtype(residual_dtype, dx, dx_copy),
             dweight if weight_needed else None,
             dbias if bias_needed else None,
             None,

@@ -5,8 +5,9 @@ With g = dy · weight, x̂ the normalised row of N values and means taken over t
     dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)) + dsum        (RMSNorm without mean(g))
     dweight = Σ_rows dy · x̂,   dbias = Σ_rows dy
 
-dsum is the gradient that reaches x + residual from elsewhere. Everything is computed in fp32. x̂ comes from x and its
-statistics or, in the memory-efficient form, from the output: x̂ = (y − bias) / weight.
+dsum is the gradient that reaches x + residual from elsewhere. Everything is computed in fp32. Where x and residual
+differ in dtype, dx is written in both, each rounded once. x̂ comes from x and its statistics or, in the memory-efficient
+form, from the output: x̂ = (y − bias) / weight.
 
 Persistent programs walk tiles of rows and keep their part of dweight and dbias in registers; each writes it once to
 `partials`, fp32, and a small second kernel adds the parts in a fixed order. Few rows are left to one program, whose
@@ -76,6 +77,7 @@ def _norm_backward_kernel(
     bias_ptr,  # (WIDTH,) or None; read with FROM_OUTPUT alone
     statistics_ptr,  # (rows, STATISTICS)
     dx_ptr,  # (rows, WIDTH)
+    copy_ptr,  # (rows, WIDTH), dx again in another dtype, or None
     first_ptr,  # partials: (programs, gradients of the parameters that are wanted, WIDTH), fp32; or see LONE_TILES
     second_ptr,  # None; or see LONE_TILES
     rows,
@@ -122,6 +124,8 @@ def _norm_backward_kernel(
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + row * WIDTH + column, dx, mask=mask)
     columns = tl.arange(0, BLOCK)
     _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
@@ -174,6 +178,7 @@ def _norm_backward_wide_kernel(
     statistics_ptr,
     means_ptr,
     dx_ptr,
+    copy_ptr,
     first_ptr,
     second_ptr,
     rows,
@@ -216,6 +221,8 @@ def _norm_backward_wide_kernel(
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + row * WIDTH + column, dx, mask=mask)
     _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
@@ -359,10 +366,11 @@ class BackwardLaunches:
         weight: Tensor | None,
         bias: Tensor | None,
         dx: Tensor,
+        dx_copy: Tensor | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        """Write dx, and dweight and dbias where given; bias is read where x is the output."""
+        """Write dx, and its copy, dweight and dbias where given; bias is read where x is the output."""
         if not self.from_output:
             bias = None
         first, second = (dbias, None) if dweight is None else (dweight, dbias)
@@ -370,11 +378,11 @@ class BackwardLaunches:
         if self.total is not None:
             targets = torch.empty_strided(*self.partials, dtype=torch.float32, device=x.device), None
         if self.means is None:
-            self.rows(dy, dsum, x, weight, bias, statistics, dx, *targets)
+            self.rows(dy, dsum, x, weight, bias, statistics, dx, dx_copy, *targets)
         else:
             means = torch.empty((statistics.shape[0], 2), dtype=torch.float32, device=x.device)
             self.means(dy, x, weight, bias, statistics, means)
-            self.rows(dy, dsum, x, weight, bias, statistics, means, dx, *targets)
+            self.rows(dy, dsum, x, weight, bias, statistics, means, dx, dx_copy, *targets)
         if self.total is not None:
             self.total(targets[0], first, second)
 

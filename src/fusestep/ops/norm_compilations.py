@@ -80,6 +80,8 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             written: dict[str, str | None] = {
                 "dsum_ptr": element if has_dsum else None,
                 "dx_ptr": element,
+                # The gradient of a branch in 16 bits, beside that of a residual stream in fp32.
+                "copy_ptr": "bf16" if has_dsum and element == "fp32" else None,
                 "first_ptr": element if is_lone else "fp32",
                 "second_ptr": element if is_lone and centred else None,
             }

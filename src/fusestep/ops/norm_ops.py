@@ -53,6 +53,22 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
 
 
+def copy_dtype_of(
+    dtype: torch.dtype, x_dtype: torch.dtype | None, residual_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """What dx is to be written in besides `dtype`, for x or for residual; None for a gradient that nobody needs."""
+    if x_dtype is not None and x_dtype is not dtype:
+        return x_dtype
+    return None if residual_dtype is dtype else residual_dtype
+
+
+def in_dtype(dtype: torch.dtype, dx: Tensor, dx_copy: Tensor | None) -> Tensor:
+    """dx in a dtype: it or its copy, where either is."""
+    if dx.dtype is dtype:
+        return dx
+    return dx_copy if dx_copy is not None and dx_copy.dtype is dtype else dx.to(dtype)
+
+
 class KnownForward(NamedTuple):
     """The forward of tensors of certain layouts: the layouts of what it writes, and its launch."""
 
@@ -80,6 +96,7 @@ class KnownBackward(NamedTuple):
     op: str
     device: torch.device
     dx: Tensor
+    dx_copy: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None
     launches: BackwardLaunches
@@ -92,14 +109,15 @@ class KnownBackward(NamedTuple):
         statistics: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(dx, dweight, dbias), by the kernels; None for a gradient that is not wanted."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What `run_backward` returns, by the kernels."""
         empty = torch.empty_like
         dx = empty(self.dx)
+        dx_copy = None if self.dx_copy is None else empty(self.dx_copy)
         dweight = None if self.dweight is None else empty(self.dweight)
         dbias = None if self.dbias is None else empty(self.dbias)
-        self.launches(dy, dsum, x, statistics, weight, bias, dx, dweight, dbias)
-        return dx, dweight, dbias
+        self.launches(dy, dsum, x, statistics, weight, bias, dx, dx_copy, dweight, dbias)
+        return dx, dweight, dbias, dx_copy
 
 
 #: By options and layouts; see `keep`.
@@ -239,9 +257,10 @@ def run_backward(
     dtype: torch.dtype,
     weight_gradient: bool,
     bias_gradient: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), through the kernels or the reference; None for a gradient that is not wanted."""
-    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient)
+    copy_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias, dx in `copy_dtype`), through the kernels or the reference; None for what is not wanted."""
+    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient, copy_dtype)
     key = (x.device, *options, *layouts(dy, dsum, x, statistics, weight, bias))
     known = _backwards.get(key)
     if known is None or not dispatch.uses_triton(known.op, known.device):
@@ -263,12 +282,14 @@ def _first_backward(
     dtype: torch.dtype,
     weight_gradient: bool,
     bias_gradient: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    copy_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """What needs no kernel, or copies; else get to know the call and run it again."""
     wanted = (weight if weight_gradient else None, bias if bias_gradient else None)
     if x.numel() == 0:
         dweight, dbias = (None if t is None else _unwritten_like(t, t.dtype).zero_() for t in wanted)
-        return _unwritten_like(x, dtype), dweight, dbias
+        dx_copy = None if copy_dtype is None else _unwritten_like(x, copy_dtype)
+        return _unwritten_like(x, dtype), dweight, dbias, dx_copy
     if not uses_triton(centred, x.device, statistics.dtype):
         dx, *gradients = backward_reference(dy, dsum, x, statistics, weight, bias, width, centred, from_output, dtype)
         # A gradient may share memory with another, or with dy; what an op returns may not.
@@ -276,9 +297,9 @@ def _first_backward(
             None if t is None else _unwritten_like(t, t.dtype).copy_(gradient.reshape(t.shape))
             for t, gradient in zip(wanted, gradients, strict=True)
         )
-        return dx.contiguous(), dweight, dbias
+        return dx.contiguous(), dweight, dbias, None if copy_dtype is None else dx.to(copy_dtype).contiguous()
     dy_stride, x_stride = row_stride(dy, width), row_stride(x, width)
-    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient)
+    options = (width, centred, from_output, dtype, weight_gradient, bias_gradient, copy_dtype)
     if dy_stride is None or x_stride is None or not _all_contiguous(dsum, weight, bias):
         return run_backward(
             dy if dy_stride is not None else dy.contiguous(),
@@ -302,7 +323,8 @@ def _first_backward(
     )
     dweight, dbias = (None if t is None else layout(t.shape, t.dtype, t.device) for t in wanted)
     dx = layout(x.shape, dtype, x.device)
-    keep(_backwards, key, KnownBackward(op_name(centred), x.device, dx, dweight, dbias, launches))
+    dx_copy = None if copy_dtype is None else layout(x.shape, copy_dtype, x.device)
+    keep(_backwards, key, KnownBackward(op_name(centred), x.device, dx, dx_copy, dweight, dbias, launches))
     return run_backward(dy, dsum, x, statistics, weight, bias, *options)
 
 
@@ -338,7 +360,7 @@ def _forward_residual_fake(
 
 
 def _backward(dy: Tensor, *parameters: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = run_backward(dy, *parameters)
+    dx, dweight, dbias, _ = run_backward(dy, *parameters)
     # An op cannot return None: a gradient that is not wanted is an empty tensor.
     return dx, dx.new_empty(0) if dweight is None else dweight, dx.new_empty(0) if dbias is None else dbias
 
