@@ -1,7 +1,8 @@
 """Linear + cross entropy, forward and backward in bf16, against its three products, torch and other libraries.
 
 The three products (logits, gradients of input and weight) are cuBLAS's on whole tensors in the same run.
-Device time is from graph replays; other libraries, which wait for the device in between, are timed by events. Memory is
+Device time is from graph replays. Other libraries, which wait for the device in between, are timed by events, and so
+is everything of ours, in turns with them, so that like stands beside like: `event_ms`. Memory is
 the peak of an eager forward and backward beyond the operands and the two final gradients. Host time is that of eight
 tokens of a small head. Every implementation is compared with float32 at the very shape that is timed.
 """
@@ -28,7 +29,7 @@ TINY = {"SHAPES": ((40, 24, 96),), "COMPILES": False}
 #: The loss of x, weight and target.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Operands = tuple[Tensor, Tensor, Tensor]
-COLUMNS = ("shape", "implementation", "timed by", "ms", "three products", "of them", "extra GB", "host µs")
+COLUMNS = ("shape", "implementation", "timed by", "ms", "by events", "three products", "of them", "extra GB", "host µs")
 IDENTITY = ("tokens", "width", "vocabulary", "implementation")
 RATIOS = {"of_products": "less", "extra_bytes": "less"}
 
@@ -46,6 +47,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["implementation"],
         row["timed"],
         f"{row['device_ms']:.2f}",
+        f"{row['event_ms']:.2f}",
         f"{row['products_ms']:.2f}",
         f"{row['of_products']:.3f}",
         f"{row['extra_bytes'] / 1e9:.3f}",
@@ -128,12 +130,12 @@ def measure(tokens: int, width: int, vocabulary: int, host: Mapping[str, timing.
     stream = timing.new_stream()
     calls = {"products": products(*given[:2])} | {name: indexed(loss) for name, loss in mine.items()}
     graphs, _ = timing.captured(calls, stream, number=CALLS)
-    times = timing.device_times(graphs, ROUNDS)
+    device = timing.device_times(graphs, ROUNDS)
     del graphs
     timing.free()
-    if others:
-        times |= timing.event_times({name: call(runs[name]) for name in others if name in runs}, ROUNDS)
-    floor = times["products"].median
+    events = timing.event_times({name: call(loss) for name, loss in runs.items()}, ROUNDS)
+    device |= {name: events[name] for name in runs if name not in mine}
+    floor = device["products"].median
     rows: list[dict[str, Any]] = []
     for name in mine | others:
         row = {"tokens": tokens, "width": width, "vocabulary": vocabulary, "implementation": name}
@@ -144,10 +146,11 @@ def measure(tokens: int, width: int, vocabulary: int, host: Mapping[str, timing.
             row
             | {
                 "timed": "graph" if name in mine else "events",
-                "device_ms": times[name].median,
-                "device_ms_quartiles": [times[name].low, times[name].high],
+                "device_ms": device[name].median,
+                "device_ms_quartiles": [device[name].low, device[name].high],
+                "event_ms": events[name].median,
                 "products_ms": floor,
-                "of_products": times[name].median / floor,
+                "of_products": device[name].median / floor,
                 "extra_bytes": extra[name],
                 "host_us": host[name].median * 1e3 if name in host else None,
             }

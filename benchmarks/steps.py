@@ -12,12 +12,13 @@ what is counted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import timing
 from benchmarks.training import Setup, Work, measured
 from fusestep.ladder import ceilings, contenders, work
+from fusestep.ladder.contenders import Contender
 from fusestep.ladder.peers import place_of
 from fusestep.ladder.rungs import Precision, Recipe
 from fusestep.models import GPT, GPTConfig
@@ -105,45 +106,65 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def chosen(model: Model) -> list[Setup]:
-    """What is measured of a model: where there are few classes also torch's loss, and libraries that are installed."""
+    """What is measured of a model: ours and native PyTorch's; where there are few classes also torch's loss."""
     few_classes = model.config.vocab_size < 1024
-    return [setup for setup in SETUPS if few_classes or not setup.name.endswith(_TORCH_LOSS)] + others()
+    return [setup for setup in SETUPS if few_classes or not setup.name.endswith(_TORCH_LOSS)]
 
 
-def others() -> list[Setup]:
-    """Other libraries as the ladder runs them: each way of each that is installed, the best one first."""
+def others() -> list[Contender]:
+    """Other libraries that are installed, as the ladder runs them."""
     return [
-        Setup(contender.name + (", second choice" if number else ""), recipe)
+        contender
         for peer in contenders.PEERS
         if place_of(peer) is not None
         for contender in contenders.contenders_of_peer(peer, timing.DEVICE)
-        for number, recipe in enumerate(contender.attempts)
     ]
+
+
+def replies(model: Model) -> Iterator[tuple[Setup, dict[str, Any]]]:
+    """Every configuration of a model, measured. Of another library's ways the first that runs."""
+    device = str(timing.DEVICE)
+
+    def works(setups: Iterable[Setup]) -> list[Work]:
+        return [Work(setup, model.config, model.batch, model.steps, device) for setup in setups]
+
+    for one, reply in measured(works(chosen(model)), model.together):
+        yield one.setup, reply
+    left = {contender.name: contender.attempts for contender in others()}
+    why: dict[str, str] = {}
+    while left:
+        setups = [Setup(name, attempts[0]) for name, attempts in left.items()]
+        for one, reply in measured(works(setups), model.together):
+            name = one.setup.name
+            left[name] = left[name][1:] if "failed" in reply else ()
+            if "failed" in reply and left[name]:
+                why[name] = reply["failed"]
+            else:
+                yield one.setup, reply | ({"first_choice_failed": why[name]} if name in why else {})
+        left = {name: attempts for name, attempts in left.items() if attempts}
 
 
 def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
     """Every configuration of one model."""
     model = MODELS[name]
-    device = str(timing.DEVICE)
     best = rates(copy)
-    works = [Work(setup, model.config, model.batch, model.steps, device) for setup in chosen(model)]
     native: dict[str, Any] | None = None
-    for one, reply in measured(works, model.together):
+    for setup, reply in replies(model):
         row = {
             "model": name,
-            "configuration": one.setup.name,
-            "precision": one.setup.recipe.precision,
-            **one.setup.dtypes,
+            "configuration": setup.name,
+            "precision": setup.recipe.precision,
+            **setup.dtypes,
         }
         if "failed" in reply:
             yield row | reply
             continue
-        if one.setup.name == NATIVE:
+        if setup.name == NATIVE:
             native = reply
         elif native is not None and not abs(reply["loss"] / native["loss"] - 1) <= LOSS_WITHIN:
             yield row | {"failed": f"its loss is {reply['loss']:.4f}, native's {native['loss']:.4f}; nothing is said."}
             continue
-        yield row | reply | beside(model, reply, native, floor_ms(model, one.setup.recipe.precision, best))
+        yield row | reply | beside(model, reply, native, floor_ms(model, setup.recipe.precision, best))
 
 
 def beside(model: Model, reply: dict[str, Any], native: dict[str, Any] | None, floor: float) -> dict[str, Any]:

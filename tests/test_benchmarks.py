@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import compare, parts, peers, training
+from benchmarks import compare, parts, peers, steps, training
 
+from fusestep.ladder.contenders import Contender
 from fusestep.ladder.rungs import Recipe
 from fusestep.models import GPTConfig
 
@@ -97,6 +99,32 @@ def test_whole_steps_run_in_processes_of_their_own_and_agree_on_the_loss(tmp_pat
     assert (masters["weights"], masters["moments"], masters["masters"]) == ("bf16", "fp32", "fp32")
     assert rows["native, all bf16"]["moments"] == "bf16"
     assert sum(kernel["share"] for kernel in masters["kernels"]) > 0.3
+
+
+def test_of_another_librarys_ways_the_first_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contender(name: str, *attempts: int) -> Contender:
+        return Contender(name, "peer", "", tuple(Recipe(lr=float(one)) for one in attempts), name)
+
+    asked: list[list[tuple[str, float]]] = []
+
+    def measured(works: list[training.Work], together: int) -> Iterator[tuple[training.Work, dict[str, Any]]]:
+        asked.append([(one.setup.name, one.setup.recipe.lr) for one in works])
+        for one in works:
+            fails = one.setup.recipe.lr in (1, 4)
+            yield one, {"failed": f"{one.setup.name} cannot"} if fails else {"loss": 1.0}
+
+    found = [contender("liger", 1, 2), contender("quack", 3, 3), contender("torchao", 4)]
+    monkeypatch.setattr(steps, "measured", measured)
+    monkeypatch.setattr(steps, "others", lambda: found)
+    monkeypatch.setattr(steps, "chosen", lambda model: [training.Setup("native, amp", Recipe(lr=0.0))])
+    replies = [(setup.name, setup.recipe.lr, reply) for setup, reply in steps.replies(steps.MODELS["a"])]
+    assert replies == [
+        ("native, amp", 0.0, {"loss": 1.0}),
+        ("quack", 3.0, {"loss": 1.0}),
+        ("torchao", 4.0, {"failed": "torchao cannot"}),
+        ("liger", 2.0, {"loss": 1.0, "first_choice_failed": "liger cannot"}),
+    ]
+    assert asked == [[("native, amp", 0)], [("liger", 1), ("quack", 3), ("torchao", 4)], [("liger", 2)]]
 
 
 class Threads:

@@ -92,6 +92,20 @@ def test_a_share_of_the_floor_is_more_when_it_is_better() -> None:
     assert judged("norms/rms_norm/768/forward", norm("torch", 0.9)).verdict == "not measured"
 
 
+def test_like_is_compared_with_like_where_others_are_timed_in_another_way() -> None:
+    def loss(implementation: str, by_graph: float, by_events: float) -> dict[str, Any]:
+        shape = {"tokens": 8192, "width": 768, "vocabulary": 50304, "implementation": implementation}
+        return shape | {"device_ms": by_graph, "event_ms": by_events, "products_ms": 2.5}
+
+    row = judged(
+        "loss/50304/time", loss("fusestep", 3.0, 3.4), loss("torch.compile", 3.2, 3.9), loss("quack", 3.3, 3.3)
+    )
+    assert (row.ours, row.rival, row.verdict) == (3.0, ("quack", 3.3), "met")
+    assert "quack 3.30 ms, by events; ours 3.40 ms" in speed.cells(row)
+    behind = judged("loss/50304/time", loss("fusestep", 3.0, 3.6), loss("quack", 2.9, 3.3))
+    assert behind.verdict == "missed: 9.1% behind quack"
+
+
 def step(configuration: str, ms: float, peak: float, **more: Any) -> dict[str, Any]:
     words = {"model": "b", "configuration": configuration, "device_ms": ms, "peak_reserved_bytes": peak * 1e9}
     words |= {"precision": "fp8" if "fp8" in configuration or configuration == "torchao" else "bf16"}

@@ -39,13 +39,15 @@ partly in other ways: they are there for orientation. A row is met where ours re
 class Row:
     """A target and what came of it: `ours` is None where nothing was measured.
 
-    `rival` is the best of the others in the same run, by name and figure; `missed` says what was not reached.
+    `rival` is the best of the others in the same run, by name and figure, and `beside_rival` what ours is compared with
+    it by; `missed` says what was not reached.
     """
 
     target: Target
     ours: float | None = None
     floor: float | None = None
     rival: tuple[str, float] | None = None
+    beside_rival: float | None = None
     missed: str | None = None
 
     @property
@@ -71,31 +73,32 @@ def judged(target: Target, results: dict[str, Data]) -> Row:
     if not mine:
         return Row(target)
     ours, row = best(mine, key=lambda pair: pair[0])
+    compared = target.compared or target.value
     others = [
         (str(one.get("implementation", one.get("configuration"))), value)
         for one in rows
-        if target.rivals is not None and target.rivals(one) and (value := target.value(one)) is not None
+        if target.rivals is not None and target.rivals(one) and (value := compared(one)) is not None
     ]
-    rival = best(others, key=lambda pair: pair[1]) if others else None
+    beside_rival = compared(row)
+    rival = best(others, key=lambda pair: pair[1]) if others and beside_rival is not None else None
     floor = None if target.floor is None else target.floor(row)
-    return Row(target, ours, floor, rival, _missed(target, ours, rival))
+    return Row(target, ours, floor, rival, beside_rival, _missed(target, ours, rival, beside_rival))
 
 
-def _missed(target: Target, ours: float, rival: tuple[str, float] | None) -> str | None:
+def _missed(target: Target, ours: float, rival: tuple[str, float] | None, beside_rival: float | None) -> str | None:
     """What was not reached, or None."""
 
-    def over(bound: float) -> float:
+    def over(figure: float, bound: float) -> float:
         """How many times the bound ours is worse; 1 and less is reached."""
-        return ours / bound if target.better == "less" else bound / ours
+        return figure / bound if target.better == "less" else bound / figure
 
+    behind = 1.0 if rival is None or beside_rival is None else over(beside_rival, rival[1])
     if target.bound_is_rival:
-        if rival is None:
-            return None
-        return f"{over(rival[1]) - 1:.1%} over {rival[0]}" if over(rival[1]) > 1 else None
-    if target.goal is not None and over(target.goal) > 1:
-        return f"by {over(target.goal) - 1:.1%}"
-    if rival is not None and over(rival[1]) * targets.OF_BEST_PEER > 1:
-        return f"{over(rival[1]) - 1:.1%} behind {rival[0]}"
+        return f"{behind - 1:.1%} over {rival[0]}" if rival is not None and behind > 1 else None
+    if target.goal is not None and over(ours, target.goal) > 1:
+        return f"by {over(ours, target.goal) - 1:.1%}"
+    if rival is not None and behind * targets.OF_BEST_PEER > 1:
+        return f"{behind - 1:.1%} behind {rival[0]}"
     return None
 
 
@@ -133,7 +136,7 @@ def cells(row: Row) -> list[str]:
         target.label,
         "" if row.floor is None else target.show(row.floor),
         target.quoted,
-        "" if row.rival is None else f"{row.rival[0]} {target.show(row.rival[1])}",
+        _beside(row),
         "" if row.ours is None else target.show(row.ours),
         "≤ the best other" if target.bound_is_rival else f"{'≤' if target.better == 'less' else '≥'} {goal}",
         row.verdict,
@@ -143,6 +146,16 @@ def cells(row: Row) -> list[str]:
 def of_parts(results: list[Data]) -> dict[str, Data]:
     """The results of each part on the GPU that the targets are for."""
     return {r["part"]: r for r in results if "part" in r and r["environment"]["gpu"] == targets.GPU}
+
+
+def _beside(row: Row) -> str:
+    """The best other of the same run, and ours as it is compared with it where that is another figure."""
+    if row.rival is None:
+        return ""
+    words = f"{row.rival[0]} {row.target.show(row.rival[1])}"
+    if row.target.compared is None or row.beside_rival is None:
+        return words
+    return f"{words}, by events; ours {row.target.show(row.beside_rival)}"
 
 
 def page(results: list[Data], explanations: dict[str, str]) -> str:
