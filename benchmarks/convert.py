@@ -4,8 +4,9 @@
 
 Llama's and GPT-2's shapes, from Hugging Face's configurations where that library is installed and from lookalikes.py
 where it is not (`source` says which), and the model of torch.nn.TransformerEncoderLayer that the tutorials start from,
-which is configuration A of the steps. All run eagerly with fp32 weights under torch.autocast in bf16, forward, backward
-and AdamW: as they are with torch's fused AdamW, then converted with the same, then with FusedAdam, then in FP8.
+which is configuration A of the steps. All have fp32 weights under torch.autocast in bf16, forward, backward and AdamW:
+as they are with torch's fused AdamW, converted with FusedAdam, in FP8, launch by launch and then as one CUDA graph by
+TrainStep. `fallback` says why a step was not captured.
 
 `device_ms` is the device's time of a step that is queued before it starts, `wall_ms` what a loop of steps takes, which
 is the host's time where the host is the slower one. `peak_bytes` is the most that was allocated in a step, weights
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import fusestep
 from benchmarks import lookalikes, timing
 from benchmarks.lookalikes import Shape
+from fusestep import TrainStep
 from fusestep.fp8 import DelayedScaling
 from fusestep.ladder.timing import clock_of, measure
 from fusestep.optim import FusedAdam
@@ -39,21 +41,24 @@ class Setup:
     converts: bool
     optimizer: Literal["torch", "fusestep"]
     fp8: bool = False
+    graph: bool = False
 
 
 AS_IT_IS = "as it is"
 SETUPS = (
     Setup(AS_IT_IS, False, "torch"),
-    Setup("converted", True, "torch"),
-    Setup("converted, FusedAdam", True, "fusestep"),
-    Setup("converted, FP8, FusedAdam", True, "fusestep", fp8=True),
+    Setup("converted", True, "fusestep"),
+    Setup("converted, FP8", True, "fusestep", fp8=True),
+    Setup("converted, one graph", True, "fusestep", graph=True),
+    Setup("converted, FP8, one graph", True, "fusestep", fp8=True, graph=True),
 )
 SHAPES = {
     "encoder": Shape(768, 12, 4, 3072, 96, 256, 32),
     "gpt2": Shape(768, 12, 12, 3072, 50304, 1024, 8),
     "llama": Shape(2048, 16, 8, 5632, 32000, 2048, 4, key_heads=8),
 }
-STEPS, FIRST = 12, 4
+#: Steps that are timed, and those before them, with which a graph is surely captured.
+STEPS, FIRST = 12, 6
 #: Losses of the first steps may differ by this much from those of the model as it is.
 WITHIN = {False: 0.005, True: 0.02}
 TINY = {
@@ -157,11 +162,18 @@ def run(copy: float) -> Iterator[dict[str, Any]]:  # noqa: ARG001 (no byte floor
             }
 
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The model's own, of predicting the next token."""
+    loss: Tensor = model(input_ids=tokens, labels=tokens)["loss"]
+    return loss
+
+
 class Training:
-    """A model that trains on one batch of random tokens, eagerly."""
+    """A model that trains on one batch of random tokens."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         self.model, self.source = built(name)
+        self.graphed: TrainStep | None = None
         self.swapped, self.left, self.convert_seconds = 0, [], 0.0
         if setup.converts:
             begun = time.perf_counter()
@@ -180,10 +192,15 @@ class Training:
             shape.vocabulary, (shape.batch, shape.context), generator=generator, device=timing.DEVICE
         )
 
+        if setup.graph:
+            self.graphed = TrainStep(self.model, loss_of, self.optimizer, autocast=torch.bfloat16)
+
     def step(self) -> Tensor:
         """One step; its loss, on the device."""
+        if self.graphed is not None:
+            return self.graphed(self.tokens)
         with torch.autocast(timing.DEVICE.type, torch.bfloat16):
-            loss: Tensor = self.model(input_ids=self.tokens, labels=self.tokens)["loss"]
+            loss = loss_of(self.model, self.tokens)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -207,6 +224,7 @@ def measured(name: str, setup: Setup) -> dict[str, Any]:
         "source": training.source,
         "swapped": training.swapped,
         "left": training.left,
+        "fallback": None if training.graphed is None else training.graphed.fallback,
         "convert_seconds": round(training.convert_seconds, 2),
         "device_ms": timed.step if timed.device is None else timed.device,
         "wall_ms": timed.step,

@@ -32,7 +32,7 @@ class Section:
 
 def sections(by_part: dict[str, Data]) -> Iterator[Section]:
     """What was measured."""
-    for part, make in (("world", _world), ("mlp", _mlp), ("pieces", _pieces)):
+    for part, make in (("world", _world), ("mlp", _mlp), ("pieces", _pieces), ("convert", _convert)):
         if part in by_part:
             yield make(by_part[part]["rows"])
 
@@ -101,3 +101,23 @@ def _pieces(rows: list[Data]) -> Section:
 def _piece(row: Data) -> list[str]:
     host = "" if row["host_us"] is None else f"{row['host_us']:.0f}"
     return [f"{row['device_us']:.0f}", f"{row['floor_us']:.0f}", f"{row['of_floor']:.2f}", host]
+
+
+def _convert(rows: list[Data]) -> Section:
+    lines = []
+    for row in rows:
+        name = f"{row['model']}, {row['configuration']}"
+        if "failed" in row:
+            lines.append([name, "failed", "", "", "", ""])
+            continue
+        name += f" ({row['fallback']})" if row.get("fallback") else ""
+        times = [f"{row[field]:.2f}" for field in ("device_ms", "wall_ms")]
+        memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
+        lines.append([name, *times, f"{row['wall_over_as_it_is']:.2f}×", memory, f"{row['loss']:.4f}"])
+    words = (
+        "Training steps of models that `fusestep.convert` took in, with FP32 weights under torch.autocast in BF16: as they "
+        "are with torch's fused AdamW, then converted with FusedAdam, one launch at a time and as one graph by TrainStep. "
+        "Where the host is slower than the device, its time is what a loop takes."
+    )
+    header = ["model", "device, ms", "in a loop, ms", "over as it is", "peak memory", "loss"]
+    return Section("Converted models", "convert", header, lines, words)
