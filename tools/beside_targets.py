@@ -115,9 +115,9 @@ def _convert(rows: list[Data]) -> Section:
         memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
         lines.append([name, *times, f"{row['wall_over_as_it_is']:.2f}×", memory, f"{row['loss']:.4f}"])
     words = (
-        "Training steps of models that `fusestep.convert` took in, with FP32 weights under torch.autocast in BF16: as they "
-        "are with torch's fused AdamW, then converted with FusedAdam, one launch at a time and as one graph by TrainStep. "
-        "Where the host is slower than the device, its time is what a loop takes."
+        "Training steps of models that `fusestep.convert` took in, with FP32 weights under torch.autocast in BF16: as "
+        "they are with torch's fused AdamW, then converted with FusedAdam, one launch at a time and as one graph by "
+        "TrainStep. Where the host is slower than the device, its time is what a loop takes."
     )
     header = ["model", "device, ms", "in a loop, ms", "over as it is", "peak memory", "loss"]
     return Section("Converted models", "convert", header, lines, words)
