@@ -29,6 +29,27 @@ class Stand:
         self.ends_badly = False
         self.replays = 0
         self.generator_states: list[str] = []
+        self.log: list[str] = []
+        self.streams = [Stream(self, "user's")]
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Stands for torch.cuda.stream."""
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+
+class Stream:
+    """Stands for torch.cuda.Stream."""
+
+    def __init__(self, stand: Stand, name: str) -> None:
+        self.stand, self.name = stand, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.stand.log.append(f"{self.name} waits for {other.name}")
 
 
 class Graph:
@@ -84,22 +105,25 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         current[-1].again, current[-1].loss = lambda: real(self, batch), loss
         return loss
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    def prepare(step: Any) -> None:
+        step._stream, step._optimizer_stream = Stream(stand, "step's"), Stream(stand, "optimizer's")
+
     generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=stand.generator_states.append)
     cuda = SimpleNamespace(
         CUDAGraph=lambda: Graph(stand),
         graph=capturing,
         graph_pool_handle=object,
-        current_stream=lambda device: stream,
+        current_stream=lambda device: stand.streams[-1],
         set_stream=lambda given: None,
-        stream=lambda stream: contextlib.nullcontext(),
+        stream=stand.on,
+        empty_cache=lambda: stand.log.append("release"),
         get_sync_debug_mode=lambda: 0,
         set_sync_debug_mode=lambda mode: None,
         memory_reserved=lambda device: 0,
         default_generators=[generator],
     )
     monkeypatch.setattr(train_step.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
-    monkeypatch.setattr(TrainStep, "_prepare", lambda self: setattr(self, "_stream", stream))
+    monkeypatch.setattr(TrainStep, "_prepare", prepare)
     monkeypatch.setattr(TrainStep, "_eager", eager)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     return stand

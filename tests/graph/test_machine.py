@@ -61,6 +61,55 @@ def test_three_steps_one_by_one_then_replays(stand: Any) -> None:
     assert all(p.grad is None for p in step.model.parameters())
 
 
+def test_before_a_capture_memory_is_given_back_and_the_optimizer_works_apart(stand: Any) -> None:
+    """What lasts is made on a stream of its own, whose segments hold nothing else."""
+
+    def told(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def telling(*args: Any) -> Tensor:
+            stand.log.append(f"forward on {stand.streams[-1].name}")
+            return loss_fn(*args)
+
+        return telling
+
+    step, twin = pair()
+    step.loss_fn = told(mean_square)
+    step.optimizer.register_step_pre_hook(lambda *_: stand.log.append(f"update on {stand.streams[-1].name}"))
+    batches = data(5)
+    for number, batch in enumerate(batches):
+        stand.log.clear()
+        assert torch.equal(step(*batch), twin(*batch))
+        if number < 3:
+            assert stand.log == [
+                "release",
+                "step's waits for user's",
+                "forward on step's",
+                "release",
+                "optimizer's waits for step's",
+                "update on optimizer's",
+                "step's waits for optimizer's",
+                "user's waits for step's",
+            ]
+        else:  # the capture, whose stream the stand-in leaves alone, and replays
+            once = ["forward on user's", "update on user's"]
+            assert stand.log == (["release", *once, *once] if number == 3 else once)
+    assert_alike(step, twin)
+
+
+def test_an_optimizer_that_raises_leaves_its_stream(stand: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise KeyError("state")
+
+    step, twin = pair()
+    batch = data(1)[0]
+    handle = step.optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(KeyError):
+        step(*batch)
+    assert stand.log[-2:] == ["step's waits for optimizer's", "user's waits for step's"]
+    handle.remove()
+    take(step, twin, data(6))
+    assert stand.replays == 3
+
+
 def test_batches_may_be_dicts_and_what_is_in_them_is_told_apart(stand: Any) -> None:
     def loss_fn(model: nn.Module, batch: dict[str, Any], factors: tuple[Any, ...]) -> Tensor:
         scale = 3.0 if factors[0] is True else float(factors[0])

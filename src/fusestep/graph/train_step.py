@@ -4,7 +4,8 @@ A small model's step is bound by the host, which cannot launch its kernels as fa
 holds all launches of a step and starts them at once. What has to be right for that, and is done here:
 
 1. The first steps of each batch shape run one launch at a time (on a stream of their own, as torch asks), so that
-   everything which is chosen or allocated once has been. They are steps of the training like any other.
+   everything which is chosen or allocated once has been. They are steps of the training like any other, and leave no
+   memory behind that the graph could have had (segments.py).
 2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
    on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
 3. What the graph has baked in is compared before each replay: modules and their training flags, parameters and buffers
@@ -28,8 +29,8 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from fusestep import dispatch, hardware
 from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.recipes import Recipe
-from fusestep.graph import ranks
+from fusestep.graph import ranks, segments
 from fusestep.graph.baked import Baked, host_values
 from fusestep.graph.batch import Batch
 from fusestep.graph.recovery import recovered_capture
@@ -160,6 +161,8 @@ class TrainStep:
         self._has_made_room = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._optimizer_stream: torch.cuda.Stream | None = None
+        self._is_aside = False
         self._is_wanted = capture
         if capture:
             self._prepare()
@@ -241,11 +244,12 @@ class TrainStep:
             # What the step recorded enters the histories before the optimizer casts the new weights with the scales.
             with fp8_autocast(recipe=self.fp8_recipe):
                 pass
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        with self._apart() if self._is_aside else nullcontext():
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         assert total is not None
         return total
 
@@ -301,7 +305,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             if "capturable" in group and not isinstance(group["lr"], Tensor):  # the graph reads it where it lies
                 group["lr"] = torch.full((), float(group["lr"]), device=self.device)
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream, self._optimizer_stream = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def _fall_back(self, reason: str) -> None:
         self.reset()
@@ -313,17 +317,25 @@ class TrainStep:
     def _aside(self, batch: Batch) -> Tensor:
         """A step on the stream that will capture, as torch asks of the steps before."""
         assert self._stream is not None
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
+        segments.release()
+        self._is_aside = True
         try:
-            with torch.cuda.stream(self._stream):
+            with segments.apart(self._stream, self.device):
                 loss = self._eager(batch)
         finally:
-            current.wait_stream(self._stream)
-        loss.record_stream(current)
+            self._is_aside = False
+        loss.record_stream(torch.cuda.current_stream(self.device))
         for tensor in batch.tensors:
             tensor.record_stream(self._stream)
         return loss
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Around the optimizer's step outside of graphs: what it makes lies in segments of its own."""
+        assert self._optimizer_stream is not None
+        segments.release()
+        with segments.apart(self._optimizer_stream, self.device):
+            yield
 
     def _watched(self, batch: Batch) -> Tensor:
         """The last step before a capture: what no graph can hold is found before the capture would fail on it.
@@ -363,6 +375,7 @@ class TrainStep:
 
     def _capture(self, shape: _Shape, batch: Batch) -> bool:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
+        segments.release()
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         inputs = [part.detach().clone() for part in batch.tensors]
         copies, settled = self._baked.current_copies(), self._baked.settled_slots()
