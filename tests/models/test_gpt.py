@@ -19,6 +19,7 @@ from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
 from fusestep.models.config import Form
 from fusestep.nn import FusedLayerNorm
+from fusestep.optim import FusedAdam
 
 FORMS: tuple[Form, ...] = ("seed", "plain", "fused")
 
@@ -340,6 +341,53 @@ def test_autocast_computes_in_bf16_and_stays_close(form: Form, device: torch.dev
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     exact = model(tokens)
     assert (logits - exact).norm() / exact.norm() < 0.02
+
+
+class FloatsCast(TorchDispatchMode):
+    """Notes the shapes of what is cast from one floating-point dtype to another, numbers apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            source = args[-1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            if source.is_floating_point() and source.dim() and result.dtype is not source.dtype:
+                self.shapes.append(source.shape)
+        return result
+
+
+def test_a_step_under_autocast_casts_nothing_but_what_a_cpu_must(device: torch.device) -> None:
+    model, tokens = build("fused").to(device), some_tokens().to(device)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+
+    def gradients() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model.loss(tokens, tokens)
+        loss.backward()
+
+    for _ in range(2):  # the first step writes the copies that the second multiplies by
+        gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    with FloatsCast() as cast:
+        gradients()
+    # On a CPU torch's products give the gradients of weights in bf16: of four in each layer.
+    weights = [one.shape for one in model.blocks.parameters() if one.dim() > 1]
+    assert sorted(cast.shapes) == (sorted(weights) if device.type == "cpu" else [])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_head_multiplies_the_norm_as_autocast_would_cast_it(form: Form, device: torch.device) -> None:
+    model, tokens = perturb(build(form)).to(device), some_tokens().to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        hidden = model._hidden(tokens)
+        logits = model(tokens)
+    weight = model.head.weight.to(torch.bfloat16)
+    assert hidden.dtype == (torch.bfloat16 if form == "fused" else torch.float32)
+    assert torch.equal(logits, F.linear(hidden.to(torch.bfloat16), weight))
 
 
 @pytest.mark.parametrize("form", FORMS)

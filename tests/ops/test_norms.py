@@ -136,7 +136,7 @@ def test_raw_backward_takes_any_dtype_of_dy(kind: str, dy_dtype: torch.dtype, de
     parameters = (weight.detach(), None if bias is None else bias.detach(), 40)
     _, statistics = ops.norm_forward(x.detach(), *parameters, EPS, centred, torch.bfloat16)
     dy = torch.randn(6, 40, device=device).to(dy_dtype)
-    dx, dweight, _ = ops.norm_backward(
+    dx, dweight, *_ = ops.norm_backward(
         dy, None, x.detach(), statistics, *parameters, centred, False, torch.bfloat16, True, centred
     )
     true_dx, true_dweight = torch.autograd.grad(exact(kind, x, weight, bias), (x, weight), dy.double())
@@ -470,6 +470,7 @@ def test_opcheck_of_the_raw_ops(kind: str, device: torch.device) -> None:
     _, statistics = ops.norm_forward(x, *parameters)
     rest = (weight, bias, 33, centred, False, torch.float32)
     torch.library.opcheck(ops.norm_backward, (x + 2, None, x, statistics, *rest, True, centred))
+    torch.library.opcheck(ops.norm_backward, (x + 2, x - 1, x, statistics, *rest, True, centred, torch.bfloat16))
     torch.library.opcheck(ops.norm_backward, (x + 2, x - 1, x, statistics, *rest, False, False))
 
 

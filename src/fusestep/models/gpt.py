@@ -17,8 +17,10 @@ from fusestep.errors import UserError
 from fusestep.models.blocks import EPSILON, PlainBlock, fused_block
 from fusestep.models.config import GPTConfig
 from fusestep.models.seed import SeedBlock, causal_mask
+from fusestep.nn.fused_norm import product_dtype
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.ops.linear_cross_entropy import linear_cross_entropy
+from fusestep.ops.norm import normalise
 
 _BLOCKS: dict[str, Callable[[GPTConfig], nn.Module]] = {
     "seed": SeedBlock,
@@ -145,14 +147,17 @@ class GPT(nn.Module):
         return parallel.dropped(x + F.embedding(places, table), self.config.dropout, self.training)
 
     def _trunk(self, x: Tensor) -> Tensor:
-        """The blocks and the final norm: (B, T, W) to (B, T, W)."""
+        """The blocks and the final norm: (B, T, W) to (B, T, W); fused, in the dtype that the head multiplies in."""
         norm, parallel = self.final_norm, self._parallel
         weight, bias = (norm.weight, norm.bias) if parallel is None else parallel.shared(norm.weight, norm.bias)
         if self.config.form == "fused":
             residual = None
             for block in self.blocks:
                 x, residual = self._run(block, x, residual=residual, return_residual=True)
-            return fused.functional.layer_norm(x, norm.normalized_shape, weight, bias, EPSILON, residual=residual)[0]
+            dtype = None if parallel is not None else product_dtype(x, weight)
+            shape, who = norm.normalized_shape, "layer_norm"
+            out: Tensor = normalise(True, who, x, shape, weight, bias, EPSILON, residual, False, dtype)[0]
+            return out
         mask = (causal_mask(x.shape[1], like=x),) if self.config.form == "seed" else ()
         for block in self.blocks:
             x = self._run(block, x, *mask)

@@ -111,7 +111,8 @@ def _split(gradient: Tensor | None, parameters: Sequence[Tensor]) -> Sequence[Te
     """The rows of a gradient that are each parameter's."""
     if gradient is None or len(parameters) == 1:
         return [gradient] * len(parameters)
-    return gradient.split([parameter.shape[0] for parameter in parameters])
+    rows: Sequence[Tensor] = gradient.split([parameter.shape[0] for parameter in parameters])
+    return rows
 
 
 def linear_by_copies(

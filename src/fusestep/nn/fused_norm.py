@@ -73,9 +73,7 @@ class NormedModule(FP8Module):
         that dtype at once, to the same bits, and so comes its gradient.
         """
         weight, bias = self._norm_parameters()
-        dtype = activation_dtype(x) if for_product and torch.is_autocast_enabled(x.device.type) else None
-        if torch.float64 in (x.dtype, weight.dtype):
-            dtype = None  # which torch.autocast leaves alone
+        dtype = product_dtype(x, weight) if for_product else None
         if self._parallel is not None:
             weight, bias = self._parallel.shared(weight, bias)
         shape = (x.shape[-1],)
@@ -97,6 +95,13 @@ class NormedModule(FP8Module):
                 f"{self._described()}: residual has shape {tuple(residual.shape)} on {residual.device} and x "
                 f"{tuple(x.shape)} on {x.device}; pass a residual of x's shape and device."
             )
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast would cast a norm of x to for a product; None where it would not."""
+    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
+        return None
+    return activation_dtype(x)
 
 
 # Around the norm in FP8: what an autograd.Function gives, keeps and returns for it
@@ -150,14 +155,10 @@ def norm_gradients(
     dx, dweight, dbias, dx_copy = dtotal, None, None, None
     if dn is not None and any(needed):
         width = x.shape[-1]
-        options = (width, centred, False, x.dtype, weight_needed, bias_needed)
-        if torch.compiler.is_compiling():
-            dx, dweight, dbias = norm_backward(dn, dtotal, x, statistics, weight, bias, *options)
-        else:
-            copy_dtype = copy_dtype_of(
-                x.dtype, x_dtype if x_needed else None, residual_dtype if residual_needed else None
-            )
-            dx, dweight, dbias, dx_copy = run_backward(dn, dtotal, x, statistics, weight, bias, *options, copy_dtype)
+        copy_dtype = copy_dtype_of(x.dtype, x_dtype if x_needed else None, residual_dtype if residual_needed else None)
+        options = (width, centred, False, x.dtype, weight_needed, bias_needed, copy_dtype)
+        backward = norm_backward if torch.compiler.is_compiling() else run_backward
+        dx, dweight, dbias, dx_copy = backward(dn, dtotal, x, statistics, weight, bias, *options)
     return (
         None if dx is None or not x_needed else in_dtype(x_dtype, dx, dx_copy),
         None if dx is None or residual_dtype is None or not residual_needed else in_dtype(residual_dtype, dx, dx_copy),

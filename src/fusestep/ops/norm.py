@@ -146,16 +146,16 @@ class _Norm(torch.autograd.Function):
             dx, dweight, dbias = _differentiable_backward(
                 dy, dsum, kept, weight, bias, call.width, call.eps, call.centred, from_output, dtype
             )
-        elif plain and is_plain(dy):
+        else:
             copy_dtype = copy_dtype_of(
                 dtype, x_dtype if x_needed else None, residual_dtype if residual_needed else None
             )
-            dx, dweight, dbias, dx_copy = call.run_backward(
-                dy, dsum, kept, statistics, weight, bias, from_output, dtype, weight_needed, bias_needed, copy_dtype
-            )
-        else:
-            options = (call.width, call.centred, from_output, dtype, weight_needed, bias_needed)
-            dx, dweight, dbias = norm_backward(dy, dsum, kept, statistics, weight, bias, *options)
+            options = (from_output, dtype, weight_needed, bias_needed, copy_dtype)
+            operands = (dy, dsum, kept, statistics, weight, bias)
+            if plain and is_plain(dy):
+                dx, dweight, dbias, dx_copy = call.run_backward(*operands, *options)
+            else:
+                dx, dweight, dbias, dx_copy = norm_backward(*operands, call.width, call.centred, *options)
         return (
             None if dx is None or not x_needed else in_dtype(x_dtype, dx, dx_copy),
             None if dx is None or not residual_needed else in_dtype(residual_dtype, dx, dx_copy),

@@ -359,10 +359,10 @@ def _forward_residual_fake(
     return _unwritten(x, residual, weight, bias, width, centred, dtype)
 
 
-def _backward(dy: Tensor, *parameters: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias, _ = run_backward(dy, *parameters)
-    # An op cannot return None: a gradient that is not wanted is an empty tensor.
-    return dx, dx.new_empty(0) if dweight is None else dweight, dx.new_empty(0) if dbias is None else dbias
+def _backward(dy: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    # An op cannot return None: what is not wanted is an empty tensor.
+    dx, *others = run_backward(dy, *parameters)
+    return dx, *[dx.new_empty(0) if other is None else other for other in others]
 
 
 def _backward_fake(
@@ -378,11 +378,12 @@ def _backward_fake(
     dtype: torch.dtype,
     weight_gradient: bool,
     bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    copy_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx = _unwritten_like(x, dtype)
     dweight = _unwritten_like(weight, weight.dtype) if weight_gradient and weight is not None else dx.new_empty(0)
     dbias = _unwritten_like(bias, bias.dtype) if bias_gradient and bias is not None else dx.new_empty(0)
-    return dx, dweight, dbias
+    return dx, dweight, dbias, dx.new_empty(0) if copy_dtype is None else _unwritten_like(x, copy_dtype)
 
 
 _ROW_ARGUMENTS = "Tensor? weight, Tensor? bias, int width, float eps, bool centred, ScalarType dtype"
@@ -394,8 +395,8 @@ norm_forward_residual = define(
 )
 norm_backward = define(
     "norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor statistics, Tensor? weight, Tensor? bias, int width, "
-    "bool centred, bool from_output, ScalarType dtype, bool weight_gradient, bool bias_gradient) "
-    "-> (Tensor, Tensor, Tensor)",
+    "bool centred, bool from_output, ScalarType dtype, bool weight_gradient, bool bias_gradient, "
+    "ScalarType? copy_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )

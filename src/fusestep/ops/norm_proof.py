@@ -30,9 +30,10 @@ def prove(centred: bool, device: torch.device) -> list[Proof]:
             bias = torch.randn(width, device=device) if centred else None
             y, _ = forward_op(x, weight, bias, width, EPS, centred, dtype)
             y_sum, total, statistics = residual_op(x, residual, weight, bias, width, EPS, centred, dtype)
-            gradients = backward_op(
-                dy, dsum, total, statistics, weight, bias, width, centred, False, dtype, True, centred
-            )
+            # dx of fp32 rows in bf16 as well, as for a branch that was added to them.
+            copy_dtype = torch.bfloat16 if dtype is torch.float32 else None
+            options = (width, centred, False, dtype, True, centred, copy_dtype)
+            *gradients, dx_copy = backward_op(dy, dsum, total, statistics, weight, bias, *options)
             y_true, _, _ = _exact(x, weight, bias, width, centred)
             # Compared from the sum as it was rounded, which is what is normalised.
             y_sum_true, _, exact = _exact(total, weight, bias, width, centred)
@@ -51,6 +52,9 @@ def prove(centred: bool, device: torch.device) -> list[Proof]:
                 ),
             }
             proofs += [Proof(label, error, _TOLERANCE[dtype]) for label, error in errors.items()]
+            if copy_dtype is not None:
+                error = relative_error(dx_copy, true[0])
+                proofs.append(Proof(f"backward, {name}, dx in bf16", error, _TOLERANCE[copy_dtype]))
     return proofs
 
 

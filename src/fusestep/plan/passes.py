@@ -55,22 +55,26 @@ def backward(work: Work) -> Passes:
     activation = b * (F + 2 * H)
     if work.precision == "fp8":
         # Gradients are cast with their transpose; the MLP's as its activation's gradient is computed.
-        norms = 2 * 4 * r * W * own
+        # Norms take the gradient as products leave it, and write theirs in the dtype of the branch too.
+        norms = 2 * (3 * r + b + b * casts) * W * own
         gradients = 2 * (b + 2) * W + (b + 2) * Q + b * F + (b + 2) * H
-        return Passes(norms + gradients + 2 * (r + b) * W * own * 2 + biases + 2 * b * Q, 22)
-    # Gradients of branches come in the residual stream's dtype and are cast; that of a norm's output is cast back, but
-    # the fused form's norms take it as it comes, unless ranks share the product.
-    is_taken = casts and work.form == "fused" and not _casts_norms(work)
-    casting = ((1 if is_taken else 2) * 2 * (r + b) * W * own) if casts else 0.0
-    norms = 2 * (3 * r + (b if is_taken else r) if work.form == "fused" else 3 * r) * W * own
-    adds = 0.0 if work.form == "fused" else 2 * 3 * r * W * own
+        return Passes(norms + gradients + biases + 2 * b * Q, 20)
+    # Gradients of branches come in the residual stream's dtype and are cast; the fused form's norms write them in both.
+    # That of a norm's output is cast back, but those norms take it as it comes, unless ranks share the product.
+    is_fused, is_taken = work.form == "fused", casts and work.form == "fused" and not _casts_norms(work)
+    casting = 2 * (b if is_fused else r + b) * W * own if casts else 0.0
+    if casts and not is_taken:
+        casting += 2 * (r + b) * W * own
+    norms = 2 * (3 * r + (b if is_taken else r) if is_fused else 3 * r) * W * own
+    adds = 0.0 if is_fused else 2 * 3 * r * W * own
     layouts = {"fused": 2 * Q, "plain": 4 * Q, "seed": 0}[work.form] * b
     if work.form == "seed":
         # Queries, keys and values are parts of one tensor: their gradients are padded to it (12 W) and added up
         # (twice 12 W), and layouts are changed back (14 W).
         layouts = (2 * 12 * W + 12 * W + 14 * W) * b
     kernels = {"fused": 17, "plain": 20, "seed": 32}[work.form]
-    kernels += (10 if is_taken else 12) * casts
+    # Gradients of weights and biases are cast as well, which products of the fused form write as they are to be.
+    kernels += 2 * _casts_norms(work) if is_fused else 12 * casts
     return Passes(norms + adds + activation + biases + casting + layouts, kernels)
 
 
