@@ -4,7 +4,7 @@
 
 Each part runs in a process of its own. The exit status is 1 where something got slower than noise explains, where a
 part failed, and where it was cut off (what it has is kept as FILE.unfinished), by Ctrl-C or SIGTERM too; 2 where
-nothing can be measured.
+nothing can be measured. A part that needs more GPUs than there are is left out, which is said, unless it is asked for.
 """
 
 from __future__ import annotations
@@ -100,16 +100,24 @@ def main() -> None:
     parser.add_argument("--against", type=Path, default=RESULTS, help="folder of the results to compare with")
     parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU and write nothing")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.parts if name not in parts.PARTS]
+    chosen, gpus = parts.named(arguments.parts), len(hardware.devices())
+    unknown = [name for name in chosen if name not in parts.PARTS]
     if unknown:
         parser.error(f"unknown part {unknown[0]}; choose from {', '.join(parts.PARTS)}")
-    if not hardware.devices() and not arguments.rehearse:
+    if not gpus and not arguments.rehearse:
         parser.error(f"a CUDA device is needed ({hardware.cuda_support().reason}); --rehearse runs tiny shapes here")
+    lacking = {name: parts.load(name).lacks(gpus) for name in chosen or parts.PARTS if not arguments.rehearse}
+    for name in chosen:
+        if lacking.get(name) is not None:
+            parser.error(f"{lacking[name]}; leave it out, or run it on a machine with more of them")
     # As Ctrl-C does it: a part has processes of its own, which would run on.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.parts or parts.PARTS:
+        for name in chosen or parts.PARTS:
+            if lacking.get(name) is not None:
+                print(f"{lacking[name]}: it is left out", flush=True)
+                continue
             part, file = parts.load(name), Path(folder) / f"{name}.json"
             began = time.monotonic()
             seconds = arguments.seconds or 3 * parts.PARTS[name]

@@ -11,6 +11,7 @@ A part is a module of this folder. `steps-a` is the module `steps`, told "a". A 
 - `RATIOS`: the fields that compare ours with something of the same run, and whether "more" or "less" is better. Times
   by themselves differ from one machine of a model to the next, and with its temperature; ratios much less;
 - optionally `ours(row)`: whether a row is of our code, which is what may become slower. All are, without it;
+- optionally `GPUS`: how many it needs, one without it. A rehearsal needs none;
 - optionally `TINY`: attributes of the module and their values in a rehearsal on a CPU.
 
 `FILE` is written anew after each row, so a part that is cut off keeps what it has. After `--seconds` no further row is
@@ -30,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import peers, timing
-from fusestep import durable
+from fusestep import durable, hardware
 from fusestep.ladder import environment
 
 #: The parts in the order in which they run, and about how many seconds each takes on an H200.
@@ -49,6 +50,9 @@ PARTS: dict[str, int] = {
     "startup": 90,
     "scaling": 90,
     "world": 95,
+    "ranks-a": 180,
+    "ranks-b": 300,
+    "ranks-d": 450,
     "convert": 75,
     "drop_in": 80,
     "learning": 600,
@@ -69,6 +73,13 @@ class Part:
         made: Iterable[dict[str, Any]] = self.module.run(copy, self.told) if self.told else self.module.run(copy)
         return made
 
+    def lacks(self, gpus: int) -> str | None:
+        """Why it cannot be measured with so many GPUs, or None."""
+        needed = getattr(self.module, "GPUS", 1)
+        if gpus >= needed:
+            return None
+        return f"{self.name} needs {needed} GPU{'s' * (needed > 1)} and there {'is' if gpus == 1 else 'are'} {gpus}"
+
     def ours(self, row: dict[str, Any]) -> bool:
         """Whether a row is of our code."""
         return bool(getattr(self.module, "ours", lambda _: True)(row))
@@ -87,6 +98,15 @@ def load(name: str) -> Part:
     """The part of that name."""
     module, _, told = name.partition("-")
     return Part(name, importlib.import_module(f"benchmarks.{module}"), told)
+
+
+def named(words: Iterable[str]) -> list[str]:
+    """The parts of these names; a module's name is all of its parts. A name that is neither stays as it is."""
+    found: list[str] = []
+    for word in words:
+        of_module = [name for name in PARTS if name.partition("-")[0] == word]
+        found += [name for name in of_module or [word] if name not in found]
+    return found
 
 
 def rehearse(part: Part) -> None:
@@ -137,6 +157,8 @@ def main() -> None:
     part = load(arguments.part)
     if arguments.rehearse:
         rehearse(part)
+    elif (lacking := part.lacks(len(hardware.devices()))) is not None:
+        parser.error(f"{lacking}; --rehearse runs tiny shapes on a CPU")
     measure(part, arguments.file, arguments.seconds)
 
 

@@ -27,6 +27,7 @@ import torch._dynamo  # torch.optim imports it in its first step
 from torch import Tensor, nn
 
 from fusestep import TrainStep
+from fusestep.distributed.groups import is_dtensor, local_of, own_part
 from fusestep.fp8.recipes import recipe_named
 from fusestep.ladder import profiling
 from fusestep.ladder.peer_steps import peer_step
@@ -98,7 +99,9 @@ class OnDevice(BuiltIn):
         self.sequences = batch
 
     def model(self, recipe: Recipe, device: torch.device) -> nn.Module:
-        made = GPT(dataclasses.replace(self.config, form=recipe.form, norm=recipe.norm), device="meta")
+        # In its dtype from the start: weights in fp32 that are cast later leave memory that nobody uses.
+        dtype = torch.bfloat16 if recipe.weights == "bf16" and not recipe.peer else None
+        made = GPT(dataclasses.replace(self.config, form=recipe.form, norm=recipe.norm), device="meta", dtype=dtype)
         return drawn(made.to_empty(device=device), device)
 
     def batches(self, device: torch.device, *, reverse: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -112,14 +115,18 @@ class OnDevice(BuiltIn):
 
 @torch.no_grad()
 def drawn(model: nn.Module, device: torch.device) -> nn.Module:
-    """A model with values from the device's generator, each matrix in the order that all forms of the GPT share."""
+    """A model with values from the device's generator, each matrix in the order that all forms of the GPT share.
+
+    Of a parameter that lies over ranks each keeps its part of the same values.
+    """
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
+        own = local_of(parameter)
         if parameter.dim() > 1:
-            values = torch.empty(parameter.shape, device=device)
-            parameter.copy_(values.normal_(0.0, INITIAL_STD, generator=generator))
+            values = torch.empty(parameter.shape, device=device).normal_(0.0, INITIAL_STD, generator=generator)
+            own.copy_(values[own_part(parameter)] if is_dtensor(parameter) else values)
         else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            own.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
 
 
@@ -138,7 +145,7 @@ def build(work: Work) -> Callable[..., Tensor]:
 
 def with_masters(recipe: Recipe, subject: OnDevice, device: torch.device) -> TrainStep:
     """Ours with bf16 weights and fp32 masters: products in bf16 need no autocast then."""
-    model = subject.model(recipe, device).to(torch.bfloat16)
+    model = subject.model(dataclasses.replace(recipe, weights="bf16"), device)
     optimizer = FusedAdam(model.parameters(), lr=recipe.lr, weight_decay=0.01, master_weights=True)
     fp8 = recipe_named(recipe.scaling) if recipe.precision == "fp8" else None
     return TrainStep(model, subject.loss(recipe), optimizer, fp8_recipe=fp8)

@@ -33,8 +33,10 @@ class Kernel:
         return shortened(self.name)
 
 
-def measure(step: Callable[[], object], device: torch.device, *, steps: int = STEPS) -> tuple[Kernel, ...]:
-    """The kernels of a step that runs on `device`, the longest first; copies and fills are kernels too.
+def measure(
+    step: Callable[[], object], device: torch.device, *, steps: int = STEPS, kept: int | None = KEPT
+) -> tuple[Kernel, ...]:
+    """The kernels of a step that runs on `device`, the `kept` longest first; copies and fills are kernels too.
 
     Raises: RuntimeError where the machine does not let itself be profiled.
     """
@@ -60,7 +62,7 @@ def measure(step: Callable[[], object], device: torch.device, *, steps: int = ST
     rows.sort(key=lambda row: (-row[2], row[0]))
     return tuple(
         Kernel(name[:_LONGEST_NAME], count / steps, microseconds / steps / 1e3, microseconds / total)
-        for name, count, microseconds in rows[:KEPT]
+        for name, count, microseconds in rows[:kept]
     )
 
 
