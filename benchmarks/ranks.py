@@ -28,25 +28,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from benchmarks import timing
 from benchmarks.crew import Crew
-from benchmarks.spread import LR, MAX_NORM, PRECISIONS, WEIGHT_DECAY, mesh_of, sequences, train_step
+from benchmarks.spread import PRECISIONS, mesh_of, native_step, sequences, train_step
 from benchmarks.steps import MODELS as STEPS
 from benchmarks.steps import Model
-from benchmarks.training import drawn
 from fusestep.distributed.launch import World
 from fusestep.distributed.mesh import DATA, Parallel
 from fusestep.fp8 import DelayedScaling
 from fusestep.ladder import profiling
-from fusestep.ladder.torch_step import TorchStep
-from fusestep.models import GPT
 from fusestep.plan import Shape, Work, estimate
 
 #: GPUs that a machine must have.
 GPUS = 2
-MODELS = {name: STEPS[name] for name in "abd"}
+MODELS = {name: STEPS[name] for name in ("a", "b", "d")}
 ONE, DDP, FSDP = "one rank", "ddp", "fsdp"
 PATHS = (DDP, FSDP, f"tp={GPUS}", f"tp={GPUS},sp")
 MODES = ("graph", "eager")
@@ -302,7 +299,9 @@ class Prepared:
         norm: Callable[[], Tensor]
         self.step: Any
         if case.mode == "compiled":
-            self.step, norm = native_step(case, mesh[DATA], device)
+            self.step, norm = native_step(
+                case.model.config, mesh[DATA], device, shards=case.path == FSDP, compiles=case.effort.compiles
+            )
         else:
             recipe = PRECISIONS[case.precision]
             if case.path == ONE and isinstance(recipe, DelayedScaling):
@@ -347,56 +346,3 @@ class Prepared:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def native_step(case: Case, mesh: Any, device: torch.device) -> tuple[TorchStep, Callable[[], Tensor]]:
-    """Plain PyTorch's step under DDP or FSDP2 as its documentation has it, and what tells the last gradient's norm.
-
-    DDP's module is compiled whole, under autocast; under FSDP2 each block is compiled, then sharded, and computes in
-    bf16.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    torch._dynamo.reset()
-    compiles = case.effort.compiles
-    made = GPT(dataclasses.replace(case.model.config, form="plain", norm="torch"), device="meta", dtype=torch.float32)
-    shards = case.path == FSDP
-    if shards:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block in made.blocks:
-            if compiles:
-                block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(made, mesh=mesh, mp_policy=policy)
-    model: nn.Module = drawn(made.to_empty(device=device), device)
-    if not shards:
-        devices = [device] if device.type == "cuda" else None
-        model = nn.parallel.DistributedDataParallel(
-            model, device_ids=devices, process_group=mesh.get_group(), gradient_as_bucket_view=True
-        )
-        model = torch.compile(model) if compiles else model  # type: ignore[assignment]
-    loss_of = torch.compile(_loss) if compiles else _loss
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    norms: list[Tensor] = []
-
-    def clip(*_: Any) -> None:
-        norms[:] = [nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)]
-
-    optimizer.register_step_pre_hook(clip)
-
-    def norm() -> Tensor:
-        whole: Tensor = getattr(norms[0], "full_tensor", lambda: norms[0])()
-        return whole
-
-    step = TorchStep(
-        lambda tokens, targets: loss_of(model(tokens), targets),
-        optimizer,
-        device,
-        autocast=None if shards else torch.bfloat16,
-        words="torch.optim.AdamW (fused)",
-    )
-    return step, norm
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

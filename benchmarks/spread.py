@@ -1,15 +1,19 @@
 """A GPT's step over the ranks of a world: the same weights and the same sequences however it is spread.
 
-What world.py (one rank) and ranks.py (several) share. This module must not touch a device when it is imported.
+What world.py (one rank) and ranks.py (several) are made of, with plain PyTorch's step beside ours. This module must not
+touch a device when it is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch._dynamo
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.training import drawn
@@ -19,6 +23,7 @@ from fusestep.distributed.mesh import DATA, TENSOR, Parallel
 from fusestep.distributed.parallelize import Spread, replicate, shard, share_products
 from fusestep.fp8 import DelayedScaling
 from fusestep.fp8.recipes import Recipe
+from fusestep.ladder.torch_step import TorchStep
 from fusestep.models import GPT, GPTConfig
 from fusestep.optim import FusedAdam
 
@@ -79,6 +84,62 @@ def train_step(
         fp8_recipe=recipe,
         capture=graph,
     )
+
+
+def native_step(
+    config: GPTConfig, mesh: DeviceMesh, device: torch.device, *, shards: bool, compiles: bool
+) -> tuple[TorchStep, Callable[[], Tensor]]:
+    """Plain PyTorch's step as its documentation has it, in bf16, and what tells the last gradient's norm.
+
+    Under DDP the module is compiled whole, within autocast; under FSDP2 (`shards`) each block is compiled, then
+    sharded, and computes in bf16.
+
+    Args:
+        mesh: of one dimension.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch._dynamo.reset()
+    made = GPT(dataclasses.replace(config, form="plain", norm="torch"), device="meta", dtype=torch.float32)
+    if shards:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in made.blocks:
+            if compiles:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(made, mesh=mesh, mp_policy=policy)
+    model: nn.Module = drawn(made.to_empty(device=device), device)
+    if not shards:
+        devices = [device] if device.type == "cuda" else None
+        model = nn.parallel.DistributedDataParallel(
+            model, device_ids=devices, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        )
+        model = torch.compile(model) if compiles else model  # type: ignore[assignment]
+    loss_of = torch.compile(_loss) if compiles else _loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    norms: list[Tensor] = []
+
+    def clip(*_: Any) -> None:
+        norms[:] = [nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)]
+
+    optimizer.register_step_pre_hook(clip)
+
+    def norm() -> Tensor:
+        whole: Tensor = getattr(norms[0], "full_tensor", lambda: norms[0])()
+        return whole
+
+    step = TorchStep(
+        lambda tokens, targets: loss_of(model(tokens), targets),
+        optimizer,
+        device,
+        autocast=None if shards else torch.bfloat16,
+        words="torch.optim.AdamW (fused)",
+    )
+    return step, norm
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def sequences(config: GPTConfig, total: int, rank: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:

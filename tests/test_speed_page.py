@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import beside_targets
 import drop_in_figures
 import figures
+import rank_tables
 import scaling_chart
 import speed
 import targets
@@ -39,7 +41,7 @@ def test_figures_between_marks_are_those_of_the_results() -> None:
 
 def test_every_missed_row_is_explained_and_no_other() -> None:
     by_part = speed.of_parts(RESULTS)
-    others = beside_targets.owing(by_part)
+    others = speed.owing(by_part)
     assert speed.unexplained(speed.all_rows(by_part), speed.explained(), others) == []
 
 
@@ -58,7 +60,8 @@ def test_names_of_targets_are_unique_and_every_part_is_there() -> None:
     names = [one.name for one in targets.targets()]
     assert len(set(names)) == len(names)
     parts = {one.part for one in targets.targets()}
-    assert parts == {"adam", "norms", "fp8", "loss", "startup", "scaling", *(f"steps-{model}" for model in "abcd")}
+    steps = (f"steps-{model}" for model in "abcd")
+    assert parts == {"adam", "norms", "fp8", "loss", "startup", "scaling", *steps, "ranks-b", "ranks-d"}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,53 @@ def test_rows_without_a_target_owe_a_reason_where_they_are_worse_than_they_shoul
         "world/A/fp8/fsdp misses its target and has no explanation",
         "x has an explanation and is not missed",
     ]
+
+
+def ranks_row(path: str, ms: float, *, kind: str = "weak", mode: str = "graph", **more: Any) -> dict[str, Any]:
+    row = {"configuration": "B", "precision": "fp8", "mode": mode, "path": path, "kind": kind, "ranks": 2}
+    row |= {"step_ms": ms, "step_ms_quartiles": [ms - 0.25, ms + 0.5], "efficiency": 38.0 / ms, "sent_share": 0.125}
+    row |= {"exposed_ms": ms - 38.0, "peak_reserved_bytes": 17.5e9, "plan_reserved_bytes": 16e9, "plan_ms": 41.0}
+    return row | {"over_native": 60.0 / ms, "loss_deviation": 2e-4, "fallback": None} | more
+
+
+def test_two_gpus_are_judged_and_all_cases_shown_with_what_failed(tmp_path: Path) -> None:
+    native = ranks_row("fsdp", 60.0, mode="compiled", precision="bf16", over_native=None, exposed_ms=None)
+    native |= {"efficiency": None, "plan_ms": None, "plan_reserved_bytes": None}
+    rows = [
+        native,
+        ranks_row("ddp", 39.5),
+        ranks_row("fsdp", 50.0),
+        ranks_row("ddp", 39.0, mode="eager", efficiency=0.9),
+        ranks_row("fsdp", 30.0, kind="strong"),
+        ranks_row("tp=2", 70.0, exposed_ms=None, over_native=None, fallback="it waits"),
+        {**ranks_row("tp=2,sp", 1.0), "failed": "Traceback\nrank 0 and 1 gave no answer within 100 s"},
+    ]
+    for part, of_it in (("ranks-b", rows), ("ranks-a", [{**rows[1], "configuration": "A"}])):
+        document = {"part": part, "rows": of_it, "environment": HERE, "peers": {}}
+        (tmp_path / f"2026-12-03-nvidia-h200-{part}.json").write_text(json.dumps(document))
+    results = figures.newest_results(tmp_path)
+    assert judged("ranks/b/fp8/weak", *rows).verdict == "met"
+    assert judged("ranks/b/fp8/weak", ranks_row("ddp", 41.0)).verdict == "missed: by 2.5%"
+    assert judged("ranks/b/bf16/weak", *rows).verdict == "not measured"
+    assert judged("ranks/b/fsdp", *rows).verdict == "missed: by 4.2%"
+    assert judged("ranks/b/fsdp", ranks_row("fsdp", 48.0)).verdict == "met"
+    text = speed.page(results, {"ranks-b/fp8/tp=2/graph/weak": "because"})
+    assert (
+        "| B, fp8, FSDP2: over plain FSDP2 in bf16, compiled, a batch on each rank |  |  |  | 1.20× | ≥ 1.25× |" in text
+    )
+    shown = "| B, fp8, ddp, graph, weak | 39.50 (39.25–40.00) | 0.962 | 12.5% | 1.50 | 17.50 / 16.00 | 41.00 | 1.52× |"
+    assert f"{shown} 0.020% |" in text
+    assert "| B, bf16, fsdp, compiled, weak | 60.00 (59.75–60.50) |  | 12.5% |  | 17.50 |  |  | 0.020% |" in text
+    assert "| B, fp8, tp=2,sp, graph, weak | failed |" in text
+    assert "- **B, fp8, tp=2, graph, weak** (not captured: it waits): because" in text
+    assert "(failed: rank 0 and 1 gave no answer within 100 s): not explained yet." in text
+    assert all(text.count(f"nvidia-h200-{part}.json)") == 1 for part in ("ranks-a", "ranks-b"))
+    assert rank_tables.NOT_MEASURED not in text
+    assert rank_tables.NOT_MEASURED in speed.page([], {})
+    assert set(speed.owing(speed.of_parts(results))) == {
+        "ranks-b/fp8/tp=2/graph/weak",
+        "ranks-b/fp8/tp=2,sp/graph/weak",
+    }
 
 
 def test_programs_that_ran_unchanged_stand_beside_what_others_took() -> None:

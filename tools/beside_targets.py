@@ -16,7 +16,7 @@ What it costs to spread a model over ranks where there is one rank, so that all 
 steps of models A and B, captured, with FP32 weights, in turns with the plain step. The aim is at most {OVER_PLAIN} of
 the plain step. "ddp", "fsdp" and "tp=1" are what the trainer does for one rank. "Wrapped" and "sharded" replicate and
 shard on purpose, which the trainer does not do for one rank: they tell what DistributedDataParallel and FSDP2 copy on
-each of several. Between several GPUs nothing has been measured."""
+each of several."""
 
 
 @dataclasses.dataclass(frozen=True)

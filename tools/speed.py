@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import beside_targets
+import rank_tables
 import targets
 from targets import Target
 
@@ -209,6 +210,8 @@ def _more(part: str, by_part: dict[str, Data], explanations: dict[str, str]) -> 
         reasons = _reasons("steps-", by_part, explanations)
         slower = f"Slower than native PyTorch:\n\n{reasons}" if reasons else ""
         return "\n\n".join(filter(None, (_configurations(found), slower, *_kernels(found))))
+    if part.startswith(rank_tables.PART):
+        return _ranks(by_part, explanations)
     if part == "scaling" and part in by_part:
         rows = by_part[part]["rows"]
         lines = [
@@ -217,6 +220,20 @@ def _more(part: str, by_part: dict[str, Data], explanations: dict[str, str]) -> 
         header = ["size", "step, ms", "floor, ms", "of floor"]
         return f"![step time and share of the floor against tokens, width and depth]({CHART})\n\n{table(header, lines)}"
     return ""
+
+
+def _ranks(by_part: dict[str, Data], explanations: dict[str, str]) -> str:
+    """Every case on several GPUs, those that owe a reason, and the file of the model that has no target."""
+    lines = rank_tables.lines(by_part)
+    if not lines:
+        return f"{rank_tables.WORDS}\n\n{rank_tables.NOT_MEASURED}"
+    reasons = _reasons(rank_tables.PART, by_part, explanations)
+    apart = {row.part for row in targets.targets()}
+    files = [
+        source(by_part[part]) for part in sorted(by_part) if part.startswith(rank_tables.PART) and part not in apart
+    ]
+    parts = (rank_tables.WORDS, table(rank_tables.HEADER, lines), f"Why not:\n\n{reasons}" if reasons else "", *files)
+    return "\n\n".join(filter(None, parts))
 
 
 def _numbers(row: Data) -> tuple[float, float, float]:
@@ -281,9 +298,14 @@ def _reasons(part: str, by_part: dict[str, Data], explanations: dict[str, str]) 
     """Why rows of a part that have no target are worse than they should be."""
     return "\n".join(
         f"- **{label}** ({verdict}): {explanations.get(name, NOT_EXPLAINED)}"
-        for name, (label, verdict) in beside_targets.owing(by_part).items()
+        for name, (label, verdict) in owing(by_part).items()
         if name.startswith(part)
     )
+
+
+def owing(by_part: dict[str, Data]) -> dict[str, tuple[str, str]]:
+    """Rows beside the targets that need a reason, by name: what they are called and what is wrong with them."""
+    return beside_targets.owing(by_part) | rank_tables.owing(by_part)
 
 
 def explained() -> dict[str, str]:

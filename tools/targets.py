@@ -80,7 +80,7 @@ def has(**wanted: Any) -> Callable[[Data], bool]:
 
 def targets() -> list[Target]:
     """Every row, in the order of the page."""
-    return [*_adam(), *_norms(), *_fp8(), *_loss(), *_steps(), *_startup(), *_scaling()]
+    return [*_adam(), *_norms(), *_fp8(), *_loss(), *_steps(), *_startup(), *_scaling(), *_ranks()]
 
 
 def _milliseconds(value: float) -> str:
@@ -332,3 +332,31 @@ def _scaling() -> Iterator[Target]:
                 field("share_kept"),
                 has(configuration=configuration, axis=axis),
             )
+
+
+def _ranks() -> Iterator[Target]:
+    table = "Two GPUs of one machine"
+    for model in ("b", "d"):
+        for precision in ("bf16", "fp8"):
+            yield Target(
+                f"ranks/{model}/{precision}/weak",
+                table,
+                f"{model.upper()}, {precision}, DDP: weak scaling, whole step in one graph",
+                f"ranks-{model}",
+                "more",
+                0.95,
+                field("efficiency"),
+                has(precision=precision, path="ddp", mode="graph", kind="weak"),
+                show="{:.3f}".format,
+            )
+    yield Target(
+        "ranks/b/fsdp",
+        table,
+        "B, fp8, FSDP2: over plain FSDP2 in bf16, compiled, a batch on each rank",
+        "ranks-b",
+        "more",
+        1.25,
+        field("over_native"),
+        has(precision="fp8", path="fsdp", kind="weak"),
+        show="{:.2f}×".format,
+    )
