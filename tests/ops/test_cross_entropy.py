@@ -354,6 +354,7 @@ def test_transforms_of_torch_func_work() -> None:
     ("change", "words"),
     [
         ({"input": torch.zeros(2, 3, dtype=torch.int64)}, "pass logits"),
+        ({"input": torch.zeros(2, 0)}, "pass logits"),
         ({"target": torch.zeros(3, dtype=torch.int64)}, r"shape \(2,\)"),
         ({"target": torch.zeros(2)}, "int64"),
         ({"reduction": "max"}, '"mean", "sum" or "none"'),

@@ -272,6 +272,24 @@ def test_small_gradients_in_fp16_do_not_vanish(way: str, device: torch.device) -
     assert error(found[1][1:], true[1][1:]) <= 3e-3  # without the target's row, beside which all others are small
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_fp16_do_not_overflow_where_few_tokens_count(
+    way: str, reduction: str, device: torch.device
+) -> None:
+    x = (torch.randn(3000, 16, device=device) * 0.5).half().requires_grad_()
+    weight = (torch.randn(41, 16, device=device) * 0.5).half().requires_grad_()
+    target = torch.randint(41, (3000,), device=device)
+    few = torch.where(torch.arange(3000, device=device) % 600 == 7, target, IGNORED)
+    some = (few != IGNORED).float()
+    for targets, weights in ((few, None), (target, some), (target, 500 * torch.rand(3000, device=device)), (few, some)):
+        options: dict[str, Any] = {"reduction": reduction, "ignore_index": IGNORED, "token_weights": weights}
+        found = torch.autograd.grad(linear_cross_entropy(x, weight, targets, gradients=way, **options), [x, weight])
+        wide = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+        truth = torch.autograd.grad(exact(*wide, None, targets, weights, reduction), wide)
+        assert all(error(a, b) <= 3e-3 for a, b in zip(found, truth, strict=True))
+
+
 def test_what_flows_in_is_not_rounded_before_it_multiplies(device: torch.device) -> None:
     x, weight, _, target, _ = operands((16,), 8, 24, torch.bfloat16, device, bias=False)
     loss = linear_cross_entropy(x, weight, target, ignore_index=IGNORED, gradients="forward")
@@ -458,6 +476,7 @@ GOOD = {"x": torch.zeros(2, 3), "weight": torch.zeros(5, 3), "target": torch.zer
     [
         ({"weight": torch.zeros(5, 4)}, r"pass x \(…, width\)"),
         ({"weight": torch.zeros(0, 3)}, r"pass x \(…, width\)"),
+        ({"x": torch.zeros(2, 0), "weight": torch.zeros(5, 0)}, r"pass x \(…, width\)"),
         ({"weight": torch.zeros(15)}, r"pass x \(…, width\)"),
         ({"bias": torch.zeros(3)}, r"pass \(5,\)"),
         ({"x": torch.zeros(2, 3).bfloat16()}, "mix bfloat16, float32"),

@@ -168,7 +168,7 @@ def cross_entropy(
         Its gradient cannot be differentiated.
     """
     who = "cross_entropy"
-    if input.dim() < 1 or input.dtype not in FLOATING:
+    if input.dim() < 1 or input.shape[-1] == 0 or input.dtype not in FLOATING:
         raise UserError(
             f"{who}: input is {dtype_name(input.dtype)} of shape {tuple(input.shape)}; pass logits (…, V) in float32, "
             "bfloat16, float16 or float64."

@@ -64,7 +64,6 @@ class _Call(NamedTuple):
         sum_dtype: that the weight's gradient is summed in.
         wanted: the gradients, of x, weight and bias, that somebody needs.
         chunk: tokens a chunk; 0 for the rule.
-        factor: what gradients that are computed in the forward are multiplied by, until backward divides by it.
         plain: whether nothing watches or traces the call.
         share: this rank's part of the vocabulary, None for all of it.
     """
@@ -74,7 +73,6 @@ class _Call(NamedTuple):
     sum_dtype: torch.dtype
     wanted: tuple[bool, bool, bool]
     chunk: int
-    factor: float
     plain: bool
     share: Share | None
 
@@ -125,7 +123,8 @@ class _Recomputing(torch.autograd.Function):
 class _InForward(torch.autograd.Function):
     """`upstream` times the sum of all losses, with its gradients computed in the forward; backward only scales them.
 
-    It writes into nothing that it keeps, so that backward may come again.
+    Until then they are multiplied by `held` instead of `upstream`, where it is given. Backward writes into nothing that
+    is kept, so that it may come again.
     """
 
     @staticmethod
@@ -137,16 +136,20 @@ class _InForward(torch.autograd.Function):
         target: Tensor,
         token_weights: Tensor | None,
         upstream: Tensor,
+        held: Tensor | None,
         call: _Call,
     ) -> Tensor:
-        within = upstream if call.factor == 1.0 else upstream * call.factor
+        within = upstream if held is None else held
         operands: tuple[Any, ...] = (x, weight, bias, target, token_weights, within, call.dtype, call.sum_dtype)
         operands += (*call.wanted, call.chunk, *call.options)
         if call.plain or call.share is not None:
             losses, dx, dweight, dbias = run_gradients(*operands, share=call.share)
         else:
             losses, dx, dweight, dbias = linear_cross_entropy_gradients(*operands)
-        ctx.save_for_backward(dx, dweight, dbias)
+        rest = None
+        if held is not None:  # the mean over no token is NaN, and its gradients 0
+            rest = torch.where((target != call.options.ignore_index).any(), upstream / held, 0.0)
+        ctx.save_for_backward(dx, dweight, dbias, rest)
         ctx.call = call
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         total: Tensor = losses.sum() * upstream
@@ -155,12 +158,26 @@ class _InForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> Any:
         refuse_second(WHO)
-        scale = dtotal if ctx.call.factor == 1.0 else dtotal / ctx.call.factor
+        *gradients, rest = ctx.saved_tensors
+        scale = dtotal if rest is None else dtotal * rest
         found = (
             _scaled(gradient, scale, dtype) if wanted else None
-            for gradient, wanted, dtype in zip(ctx.saved_tensors, ctx.call.wanted, ctx.dtypes, strict=True)
+            for gradient, wanted, dtype in zip(gradients, ctx.call.wanted, ctx.dtypes, strict=True)
         )
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
+
+
+def _held_in_fp16(target: Tensor, token_weights: Tensor | None, ignore_index: int) -> Tensor:
+    """0-d fp32: what gradients in fp16 are multiplied by until backward, whatever the loss is divided by.
+
+    A gradient over many tokens would vanish before a loss scale could save it. Of a token of the largest weight it is
+    FP16_FACTOR: so nothing overflows either where few of many tokens count.
+    """
+    factor = torch.full((), FP16_FACTOR, device=target.device)
+    if token_weights is None or not target.numel():
+        return factor
+    largest = torch.where(target != ignore_index, token_weights.abs(), 0.0).amax()
+    return factor / torch.where(largest > 0.0, largest, 1.0)
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,16 +292,14 @@ def linear_cross_entropy(
         losses = linear_cross_entropy_reference(rows, weight, target, bias, weights, options)
     else:
         plain = not compiling and is_plain(rows)
-        factor = 1.0
-        if dtype is torch.float16:  # where a gradient over many tokens would vanish before a loss scale could save it
-            factor = FP16_FACTOR * (max(rows.shape[0], 1) if reduction == "mean" else 1)
-        call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, factor, plain, share)
+        call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, plain, share)
         if reduction != "none" and gradients != "recompute" and any(wanted):
             if reduction == "mean":
                 upstream = divisor(target, weights, ignore_index).to(statistics_dtype(dtype)).reciprocal()
             else:
                 upstream = torch.ones((), dtype=statistics_dtype(dtype), device=x.device)
-            total: Tensor = _InForward.apply(rows, weight, bias, target, weights, upstream, call)
+            held = _held_in_fp16(target, weights, ignore_index) if dtype is torch.float16 else None
+            total: Tensor = _InForward.apply(rows, weight, bias, target, weights, upstream, held, call)
             return total
         losses = _Recomputing.apply(rows, weight, bias, target, weights, call)
     if reduction == "none":
@@ -309,7 +324,7 @@ def _check_operands(
 
     Raises: UserError for shapes, dtypes or devices that do not fit.
     """
-    if x.dim() < 1 or weight.dim() != 2 or weight.shape[0] == 0 or x.shape[-1] != weight.shape[1]:
+    if x.dim() < 1 or weight.dim() != 2 or 0 in weight.shape or x.shape[-1] != weight.shape[1]:
         raise UserError(
             f"{WHO}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; pass x (…, width) and weight "
             "(V, width)."
