@@ -344,11 +344,12 @@ def test_autocast_computes_in_bf16_and_stays_close(form: Form, device: torch.dev
 
 
 class FloatsCast(TorchDispatchMode):
-    """Notes the shapes of what is cast from one floating-point dtype to another, numbers apart."""
+    """Notes the shapes of what is cast from one floating-point dtype to another, and of sums; numbers apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[torch.Size] = []
+        self.added: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -356,10 +357,12 @@ class FloatsCast(TorchDispatchMode):
             source = args[-1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
             if source.is_floating_point() and source.dim() and result.dtype is not source.dtype:
                 self.shapes.append(source.shape)
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and result.dim():
+            self.added.append(result.shape)
         return result
 
 
-def test_a_step_under_autocast_casts_nothing_but_what_a_cpu_must(device: torch.device) -> None:
+def test_a_step_under_autocast_adds_nothing_and_casts_what_a_cpu_must_alone(device: torch.device) -> None:
     model, tokens = build("fused").to(device), some_tokens().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
 
@@ -377,6 +380,7 @@ def test_a_step_under_autocast_casts_nothing_but_what_a_cpu_must(device: torch.d
     # On a CPU torch's products give the gradients of weights in bf16: of four in each layer.
     weights = [one.shape for one in model.blocks.parameters() if one.dim() > 1]
     assert sorted(cast.shapes) == (sorted(weights) if device.type == "cpu" else [])
+    assert not cast.added
 
 
 @pytest.mark.parametrize("form", FORMS)

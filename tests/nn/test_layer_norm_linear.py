@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.errors import UserError
-from fusestep.fp8 import Float8BlockScaling, MXFP8BlockScaling, fp8_autocast
+from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, fp8_autocast
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn import LayerNormLinear, LayerNormMLP, fused_norm
 
@@ -250,6 +250,54 @@ def test_under_autocast_the_norm_is_written_as_the_product_takes_it(
         # On a GPU the kernels of another dtype may add in another order.
         unit = 0.0 if device.type == "cpu" else 2.0**-7 if a.dtype is torch.bfloat16 else 1e-5
         assert float((a.double() - b.double()).abs().max()) <= unit * float(a.abs().max())
+
+
+@pytest.mark.parametrize("region", [None, Float8CurrentScaling(), DelayedScaling()], ids=str)
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_reaches_the_returned_input_is_added_in_the_norms_own_backward(
+    region: Recipe | None, watched: bool, device: torch.device
+) -> None:
+    layer = made(24, 37, device)
+    twin = copy.deepcopy(layer)
+    if watched:
+        seen: list[Any] = []
+        layer.register_full_backward_hook(lambda _, dx, dy: seen.append((dx, dy)))
+    found = []
+    x, dy, dsum = (torch.randn(3, 7, size, device=device) for size in (24, 37, 24))
+    for each in (layer, twin):
+        leaf = x.clone().requires_grad_()
+        with fp8_autocast(enabled=region is not None, recipe=region):
+            y, stream = each(leaf, returns_input=True) if each is layer else (each(leaf), leaf)
+        assert torch.equal(stream, x)
+        torch.autograd.backward((y, stream * 1.0), (dy, dsum))
+        found.append([leaf.grad, *[parameter.grad for parameter in each.parameters()]])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    if watched:
+        ((dx, *_), (seen_dy, seen_dsum)) = seen[0]
+        assert torch.equal(dx, found[0][0])
+        assert torch.equal(seen_dy, dy)
+        assert torch.equal(seen_dsum, dsum)
+
+
+def test_the_returned_input_alone_may_be_used_differentiated_twice_and_frozen(device: torch.device) -> None:
+    layer = made(24, 37, device)
+    x, dsum = torch.randn(5, 24, device=device, requires_grad=True), torch.randn(5, 24, device=device)
+    _, stream = layer(x, returns_input=True)
+    assert torch.equal(torch.autograd.grad(stream, x, dsum)[0], dsum)
+    second = []
+    for asks in (True, False):
+        y, stream = layer(x, returns_input=True) if asks else (layer(x), x)
+        (dx,) = torch.autograd.grad((y * y).sum() + (stream**3).sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-3)
+    y, stream = layer(x.detach(), returns_input=True)
+    (y.sum() + stream.sum()).backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        y, stream = layer(x, returns_input=True)
+    assert not y.requires_grad
+    assert torch.equal(stream, x)
 
 
 def test_mistakes_are_told_in_one_sentence() -> None:

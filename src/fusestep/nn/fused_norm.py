@@ -65,9 +65,9 @@ class NormedModule(FP8Module):
         return weight.float() + 1.0 if self.zero_centered_gamma else weight, self._parameter("layer_norm_bias")
 
     def _normalised(
-        self, x: Tensor, residual: Tensor | None, *, for_product: bool = False
+        self, x: Tensor, residual: Tensor | None, *, for_product: bool = False, returns_input: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(norm, x + residual or None) in high precision.
+        """(norm, x + residual or None) in high precision; with `returns_input` x in the place of that None.
 
         `for_product`: nobody but a product sees the norm, which torch.autocast would cast it for. It is then written in
         that dtype at once, to the same bits, and so comes its gradient.
@@ -78,8 +78,9 @@ class NormedModule(FP8Module):
             weight, bias = self._parallel.shared(weight, bias)
         shape = (x.shape[-1],)
         options: Any = {"residual": residual, "memory_efficient": False, "dtype": dtype}
+        options["returns_input"] = returns_input
         result = normalise(self.centred, type(self).__name__, x, shape, weight, bias, self.eps, **options)
-        return result if residual is not None else (result, None)
+        return result if residual is not None or returns_input else (result, None)
 
     def _normed_choice(self) -> Choice:
         """What the norm and the products run as: together in FP8, apart in high precision."""

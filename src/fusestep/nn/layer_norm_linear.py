@@ -106,6 +106,8 @@ class LayerNormLinear(Linear, NormedModule):
         is_first_microbatch: bool | None = None,
         residual: Tensor | None = None,
         split: HeadSplit | None = None,
+        *,
+        returns_input: bool = False,
     ) -> Any:
         """Normalise and multiply.
 
@@ -114,6 +116,8 @@ class LayerNormLinear(Linear, NormedModule):
             is_first_microbatch: as of Linear.
             residual: of x's shape, added to x before the norm.
             split: return the queries, keys and values that y consists of, (q, k, v), in the place of y.
+            returns_input: without a residual, return x where x + residual would be: its gradient is then added in the
+                norm's own backward. Not under torch.compile.
         Returns: y (…, out_features), or a tuple of it and, in this order, what was asked for: the bias (return_bias),
             the norm's output (return_layernorm_output), x + residual (where a residual is given).
         Raises: UserError for features, dtypes or devices that do not fit.
@@ -124,41 +128,42 @@ class LayerNormLinear(Linear, NormedModule):
         self._check_input(x, self.in_features, region)
         self._check_residual(x, residual)
         total = normed = heads = None
+        has_total = residual is not None or returns_input
         if self._parallel is not None:
-            normed, total = self._normalised(x, residual)
+            normed, total = self._normalised(x, residual, returns_input=returns_input)
             product = Linear.forward(self, normed, is_first_microbatch, split)
             y, bias = product if self.return_bias else (product, None)
             heads = None if split is None else y
         elif region is None or not region.enabled or not x.numel():
             is_inner = region is None and not self.return_layernorm_output
-            normed, total = self._normalised(x, residual, for_product=is_inner)
+            normed, total = self._normalised(x, residual, for_product=is_inner, returns_input=returns_input)
             y = self._in_high_precision(normed, region, not self.return_bias)
             bias = self._bias() if self.return_bias else None
         else:
             grad = torch.is_grad_enabled()
             casts = self._casts_of(region, records=grad and self.training)
             if self._is_split_in_fp8():
-                normed, total = self._normalised(x, residual)
+                normed, total = self._normalised(x, residual, returns_input=returns_input)
                 y, bias = self._by_parts(normed, casts, grad, is_first_microbatch, not self.return_bias)
             else:
                 weight, sources, bias = self._weight_and_bias()
                 added = None if self.return_bias else bias
-                settings = (self.eps, self.centred, self.return_layernorm_output)
+                settings = (self.eps, self.centred, self.return_layernorm_output, returns_input)
                 call = (self, casts, sources, grad, is_first_microbatch, settings, split)
                 result = _apply(x, residual, *self._norm_parameters(), weight, added, call)
                 if split is not None:
                     heads, result = result[:3], result[2:]  # v stands where y would
-                y, total, normed = sorted_out(result, residual is not None, self.return_layernorm_output)
+                y, total, normed = sorted_out(result, has_total, self.return_layernorm_output)
         if split is not None:
             y = split.views(y) if heads is None else heads
-        if not (self.return_bias or self.return_layernorm_output or residual is not None):
+        if not (self.return_bias or self.return_layernorm_output or has_total):
             return y
         results: list[Any] = [y]
         if self.return_bias:
             results.append(bias)
         if self.return_layernorm_output:
             results.append(normed)
-        if residual is not None:
+        if has_total:
             results.append(total)
         return tuple(results)
 
@@ -170,7 +175,8 @@ class LayerNormLinear(Linear, NormedModule):
 class _LayerNormLinear(torch.autograd.Function):
     """y, or a tuple with x + residual and the norm where they are asked for; q, k and v instead of y with a split.
 
-    `call` is that of _Linear, (eps, centred, whether to give the norm), and the split or None.
+    `call` is that of _Linear, (eps, centred, whether to give the norm, whether to give x for x + residual), and the
+    split or None.
     """
 
     @staticmethod
@@ -184,7 +190,7 @@ class _LayerNormLinear(torch.autograd.Function):
         bias: Tensor | None,
         call: tuple[Any, ...],
     ) -> Any:
-        module, casts, sources, grad, first, (eps, centred, keep_output), split = call
+        module, casts, sources, grad, first, (eps, centred, keep_output, returns_input), split = call
         *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         through = grad and any(norm_needed)
         dtype = activation_dtype(x)
@@ -207,9 +213,10 @@ class _LayerNormLinear(torch.autograd.Function):
             ctx.casts, ctx.centred, ctx.is_transposed = casts, centred, quantized.transposed is not None
             ctx.dtypes = dtype, x.dtype, None if residual is None else residual.dtype, weight.dtype
             ctx.sums_dtype = bias.dtype if bias is not None and bias_needed else None
-        ctx.has_total, ctx.has_output, ctx.split = normed.total is not None, normed.output is not None, split
+        total = x if returns_input and residual is None else normed.total
+        ctx.has_total, ctx.has_output, ctx.split = total is not None, normed.output is not None, split
         y = shaped(y, x)
-        return present(*((y,) if split is None else split.of(y)), normed.total, normed.output)
+        return present(*((y,) if split is None else split.of(y)), total, normed.output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -205,6 +205,7 @@ class MultiheadAttention(nn.Module):
         encoder_output: Tensor | None = None,
         *,
         residual: Tensor | None = None,
+        returns_input: bool = False,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
@@ -223,6 +224,8 @@ class MultiheadAttention(nn.Module):
             hidden_states: (…, W).
             encoder_output: (…, W), what cross attention takes keys and values from.
             residual: (…, W), added to hidden_states before the norm, in one kernel with it.
+            returns_input: where `may_return_input` says so and there is no residual, return hidden_states where
+                hidden_states + residual would be: its gradient is then added in the norm's own backward.
             is_first_microbatch: as of Linear.
             rotary_pos_emb: angles, or those of queries and those of keys; see RotaryPositionEmbedding.
             others: as of DotProductAttention.
@@ -230,7 +233,7 @@ class MultiheadAttention(nn.Module):
             output (return_layernorm_output), hidden_states + residual (where a residual is given).
         Raises: UserError for arguments that do not fit.
         """
-        mixed, *others = self._product(hidden_states, residual, is_first_microbatch)
+        mixed, *others = self._product(hidden_states, residual, is_first_microbatch, returns_input)
         if self.attention_type == "self":
             q, k, v = mixed
             cu_seqlens_kv, max_seqlen_kv = cu_seqlens_q, max_seqlen_q  # the same sequences
@@ -264,6 +267,10 @@ class MultiheadAttention(nn.Module):
             out = out[0]
         return (out, *others) if others else out
 
+    def may_return_input(self) -> bool:
+        """Whether a call may ask for `returns_input`: a norm of ours stands in front, and nothing is traced."""
+        return type(self._modules.get("layernorm_qkv")) is LayerNormLinear and not torch.compiler.is_compiling()
+
     def _attend_own_heads(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Masks | None, **options: Any
     ) -> Tensor:
@@ -283,9 +290,9 @@ class MultiheadAttention(nn.Module):
             attended: Tensor = core(q, k, v, attention_mask, **options)
         return attended
 
-    def _product(self, x: Tensor, residual: Tensor | None, first: bool | None) -> tuple[Any, ...]:
+    def _product(self, x: Tensor, residual: Tensor | None, first: bool | None, returns_input: bool) -> tuple[Any, ...]:
         """(q, k, v) by heads, or in cross attention q alone; the norm's output if it is to be returned, and
-        x + residual if a residual was given."""
+        x + residual if a residual was given, or x if that is to be returned."""
         is_self = self.attention_type == "self"
         options: dict[str, Any] = {}
         names = ("layernorm_qkv", "qkv") if is_self else ("layernorm_query", "query_layer")
@@ -298,8 +305,10 @@ class MultiheadAttention(nn.Module):
         if self.input_layernorm:
             if residual is not None:
                 options["residual"] = residual
+            if returns_input:
+                options["returns_input"] = True
             mixed = module(x, first, **options)
-            if residual is not None or self.return_layernorm_output:
+            if residual is not None or returns_input or self.return_layernorm_output:
                 mixed, *others = mixed
         elif residual is None:
             mixed = module(x, first, **options)

@@ -232,8 +232,12 @@ class TransformerLayer(nn.Module):
                 f"{type(self).__name__}: a layer with output_layernorm=True ends in a norm, so that no add is left to "
                 "the next; call it without return_residual."
             )
-        packing = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        attended = self.self_attention(
+        packing: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        attention = self.self_attention
+        # The norm and the stream read the same input: the norm's backward then adds up both gradients of it.
+        is_returned = residual is None and type(attention) is MultiheadAttention and attention.may_return_input()
+        own = {"returns_input": True} if is_returned and not attention.return_layernorm_output else {}
+        attended = attention(
             hidden_states,
             attention_mask,
             residual=residual,
@@ -245,6 +249,7 @@ class TransformerLayer(nn.Module):
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             **packing,
+            **own,
         )
         branch, stream = self._parts(attended, hidden_states)
         if self.parallel_attention_mlp:

@@ -102,7 +102,8 @@ class _Call:
 class _Norm(torch.autograd.Function):
     """y, or (y, x + residual), with the gradient in one kernel.
 
-    `settings` are the call, whether to keep the output for backward, and whether x is plain.
+    `settings` are the call, whether to keep the output for backward, whether x is plain, and whether to return x in the
+    place of x + residual.
     """
 
     @staticmethod
@@ -112,9 +113,9 @@ class _Norm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        settings: tuple[_Call, bool, bool],
+        settings: tuple[_Call, bool, bool, bool],
     ) -> Any:
-        call, keep_output, plain = settings
+        call, keep_output, plain, returns_input = settings
         if plain:
             y, total, statistics = call.run_forward(x, residual, weight, bias)
         elif residual is None:
@@ -128,15 +129,15 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(y if keep_output else normed, statistics, weight, bias)
         ctx.settings = settings
         ctx.dtypes = (normed.dtype, x.dtype, None if residual is None else residual.dtype)
-        if total is None:
+        if total is None and not returns_input:
             return y
         ctx.set_materialize_grads(False)
-        return y, total
+        return y, normed
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
         kept, statistics, weight, bias = ctx.saved_tensors
-        call, from_output, plain = ctx.settings
+        call, from_output, plain, _ = ctx.settings
         dtype, x_dtype, residual_dtype = ctx.dtypes
         x_needed, residual_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         dx_copy = None
@@ -253,10 +254,15 @@ def normalise(
     residual: Tensor | None,
     memory_efficient: bool,
     dtype: torch.dtype | None = None,
+    *,
+    returns_input: bool = False,
 ) -> Any:
     """Check the arguments, choose the output's dtype, and run; see layer_norm.layer_norm and rms_norm.rms_norm.
 
-    `dtype` is that of y where the caller knows better than torch's rule: a norm of another library has its own.
+    Args:
+        dtype: that of y where the caller knows better than torch's rule: a norm of another library has its own.
+        returns_input: without a residual, return (y, x) all the same. The gradient that reaches this x is added by the
+            norm's own backward, where autograd would add it to that of the other in a pass of its own.
     """
     shape = tuple(normalized_shape)
     tensors = (x, residual, weight, bias)
@@ -273,11 +279,13 @@ def normalise(
             if uses_triton(centred, x.device, computing_dtype(*tensors)):
                 dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
             y, total, _ = forward_reference(*tensors, call.width, call.eps, centred, call.dtype)
-            return y if residual is None else (y, total)
+            if residual is None:
+                return (y, x) if returns_input else y
+            return y, total
     keep_output = memory_efficient and torch.is_grad_enabled() and _output_suffices(x, weight, bias, centred)
     plain = not compiling and is_plain(x) and not _outlived(*tensors)
     apply = _apply_plainly if plain else _Norm.apply
-    return apply(*tensors, (call, keep_output, plain))
+    return apply(*tensors, (call, keep_output, plain, returns_input))
 
 
 #: Whether torch.autocast has torch's own norm give fp32 on CUDA, by whether it centres: RMSNorm after 2.11.

@@ -142,7 +142,7 @@ class MultiheadAttention(Ranks, nn.MultiheadAttention):
         runs_as = self.core_attention.implementation().implementation
         served(f"{PACKAGE}.MultiheadAttention", f"{self.SERVED_BY}, {runs_as}")
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         attention_mask: Masks | None = None,
