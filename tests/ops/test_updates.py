@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.ops.adagrad import ADAGRAD, AdagradHyper, adagrad_
+from fusestep.ops.adam_kernel import Master
 from fusestep.ops.batches import BATCH
 from fusestep.ops.lamb import LAMB, LambHyper, lamb_
 from fusestep.ops.novograd import NOVOGRAD, NovoGradHyper, novograd_
@@ -223,7 +224,7 @@ def test_offsets_past_2_31_elements_are_64_bit(name: str, rule: Rule, hyper: Any
         torch.zeros(1, 3, dtype=torch.int64),
         None,  # type: ignore[arg-type]
     )
-    signature = UpdateSignature(lr.device, torch.float32, torch.float32, torch.float32, False, len(m.dense))
+    signature = UpdateSignature(lr.device, torch.float32, torch.float32, torch.float32, Master.NONE, len(m.dense))
     shared = Shared(
         upload([hyper.row()], torch.float32, lr.device),
         torch.tensor([3.0]),

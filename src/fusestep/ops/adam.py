@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import one_device, uses_triton
+from fusestep.errors import UserError
 from fusestep.ops import adam_copies
-from fusestep.ops.adam_kernel import AdamSignature, adam_rows, compilations, launch_adam
+from fusestep.ops.adam_kernel import MASTER_WORDS, AdamSignature, Master, adam_rows, compilations, launch_adam
 from fusestep.ops.adam_reference import Hyperparameters, adam_reference
+from fusestep.ops.adam_remainders import parted, whole
 from fusestep.ops.dtypes import KERNEL_DTYPES, dtype_name
 from fusestep.ops.gradient_norm import to_device
 from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, relative_error
@@ -53,7 +55,13 @@ def _adam(
     device = one_device("adam_", **{f"{name} {i}": t for name, one in lists.items() for i, t in enumerate(one)})
     by_signature: dict[AdamSignature, list[int]] = {}
     for i, parameter in enumerate(parameters):
-        signature = AdamSignature(device, parameter.dtype, gradients[i].dtype, exp_avgs[i].dtype, bool(masters))
+        master = Master.of(masters[i] if masters else None)
+        if master == Master.REMAINDER and parameter.dtype != torch.bfloat16:
+            raise UserError(
+                f"adam_: master {i} is int16, which is what rounding to bf16 leaves, and its parameter is "
+                f"{parameter.dtype}; pass the fp32 master."
+            )
+        signature = AdamSignature(device, parameter.dtype, gradients[i].dtype, exp_avgs[i].dtype, master)
         by_signature.setdefault(signature, []).append(i)
     for signature, members in by_signature.items():
         own_parameters, own_gradients, own_exp_avgs, own_exp_avg_sqs, own_steps = (
@@ -155,11 +163,12 @@ def adam_(
         exp_avgs, exp_avg_sqs: n dense tensors each, of the parameters' shapes and all in one order of memory.
         steps: n tensors of one fp32 element, the steps taken so far; counted up.
         lr: 0-d, or a number.
-        masters: n fp32 tensors like exp_avgs, updated in the parameters' stead; or none.
+        masters: n fp32 tensors like exp_avgs, updated in the parameters' stead; or int16 ones, what bf16 parameters
+            leave of these (adam_remainders.py); or none.
         divisor: 0-d, of the gradients.
         skip: 0-d; where it is not 0, nothing changes.
 
-    Raises: UserError for a tensor on another device, before anything is changed.
+    Raises: UserError for a tensor on another device and for remainders of other parameters, before anything is changed.
 
     No wait for the device, except in the reference on a GPU. FusedAdam keeps its table of addresses between steps and
     costs the host less.
@@ -172,6 +181,15 @@ def adam_(
     )  # fmt: skip
 
 
+def _kept(weights: list[Tensor], dtype: torch.dtype, master: Master) -> tuple[list[Tensor], list[Tensor]]:
+    """(parameters, masters) of these fp32 weights, in memory of their own."""
+    if master == Master.REMAINDER:
+        parts = [parted(w) for w in weights]
+        return [parameter for parameter, _ in parts], [remainder for _, remainder in parts]
+    masters = [w.clone() for w in weights] if master == Master.WHOLE else []
+    return [w.to(dtype, copy=True) for w in weights], masters
+
+
 def _prove(device: torch.device) -> list[Proof]:
     generator = torch.Generator().manual_seed(0)
 
@@ -179,28 +197,31 @@ def _prove(device: torch.device) -> list[Proof]:
         return torch.randn(*shape, generator=generator).to(device)
 
     proofs = []
-    for dtype in KERNEL_DTYPES:
-        has_master = dtype != torch.float32
+    cases = [(dtype, Master.NONE if dtype == torch.float32 else Master.WHOLE) for dtype in KERNEL_DTYPES]
+    for dtype, kind in (*cases, (torch.bfloat16, Master.REMAINDER)):
         weights = [random(33, 65), random(1024), random(7, 9).t(), random(2049)[1:]]
         gradients = [torch.randn(w.shape, generator=generator).to(device, dtype) for w in weights]
         moments = [(torch.empty_like(w).copy_(w / 9), torch.empty_like(w).copy_(w * w)) for w in weights]
-        masters = [torch.empty_like(w).copy_(w) for w in weights] if has_master else []
         ours, theirs = (
-            [[t.detach().clone() for t in one] for one in (weights, *zip(*moments, strict=True), masters)]
+            [*_kept(weights, dtype, kind), *([m.clone() for m in one] for one in zip(*moments, strict=True))]
             for _ in range(2)
         )
         steps = [torch.full((), 3.0, device=device) for _ in weights]
-        parameters = [w.to(dtype) for w in weights] if has_master else ours[0]
-        adam_(parameters, gradients, ours[1], ours[2], steps, lr=0.01, masters=ours[3], weight_decay=0.1)
-        expected = [w.to(dtype) for w in weights] if has_master else theirs[0]
+        parameters, masters, first, second = ours
+        adam_(parameters, gradients, first, second, steps, lr=0.01, masters=masters, weight_decay=0.1)
+        parameters, masters, first, second = theirs
         hyper = Hyperparameters(0.01, 0.9, 0.999, 1e-8, 0.1)
-        adam_reference(expected, gradients, theirs[1], theirs[2], theirs[3], [4.0] * len(weights), hyper)
-        what = f"adam of {dtype_name(dtype)}{' with masters' if has_master else ''}"
-        for name, got, wanted in (
-            ("weights", ours[3] or parameters, theirs[3] or expected),
-            ("moments", ours[1] + ours[2], theirs[1] + theirs[2]),
-        ):
-            flat = [torch.cat([t.reshape(-1) for t in one]) for one in (got, wanted)]
+        adam_reference(parameters, gradients, first, second, masters, [4.0] * len(weights), hyper)
+        got, wanted = (
+            {
+                "weights": list(map(whole, p, kept)) if kind == Master.REMAINDER else kept or p,
+                "moments": first + second,
+            }
+            for p, kept, first, second in (ours, theirs)
+        )
+        what = f"adam of {dtype_name(dtype)}{MASTER_WORDS[kind].replace(',', ' with')}"
+        for name in got:
+            flat = [torch.cat([t.reshape(-1) for t in one[name]]) for one in (got, wanted)]
             proofs.append(Proof(f"{what}: {name}", relative_error(*flat), 1e-6))
     return proofs
 

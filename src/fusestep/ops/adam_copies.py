@@ -29,7 +29,7 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl
 from fusestep.ops.adam_copies_kernel import _adam_block_copies_kernel, _adam_copies_kernel, _cast_copies_kernel
-from fusestep.ops.adam_kernel import MOMENT_DTYPES, AdamSignature
+from fusestep.ops.adam_kernel import MASTER_WORDS, MOMENT_DTYPES, AdamSignature, Master
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
 from fusestep.ops.fp8_cast import has_fp8_cast
 from fusestep.ops.launch import launch
@@ -205,7 +205,7 @@ def launch_adam_copies(
         PARAMETER_DTYPE=KERNEL_DTYPES[signature.parameter],
         GRADIENT_DTYPE=KERNEL_DTYPES[signature.gradient],
         MOMENT_DTYPE=MOMENT_DTYPES[signature.moment],
-        HAS_MASTER=signature.has_master,
+        MASTER_KIND=int(signature.master),
         IS_GATED=divisor is not None,
         E4M3=is_e4m3,
         HARDWARE_CAST=hardware_cast,
@@ -273,28 +273,31 @@ def compilations() -> Iterator[Compilation]:
         )
 
     pairs = (
-        (torch.float32, torch.float32, False),
-        (torch.float32, torch.bfloat16, False),  # weights that live in FP8: their masters, and gradients in bf16
-        (torch.bfloat16, torch.bfloat16, True),
-        (torch.bfloat16, torch.float32, True),
+        (torch.float32, torch.float32, Master.NONE),
+        (torch.float32, torch.bfloat16, Master.NONE),  # weights that live in FP8: their masters, and gradients in bf16
+        (torch.bfloat16, torch.bfloat16, Master.WHOLE),
+        (torch.bfloat16, torch.float32, Master.WHOLE),
+        (torch.bfloat16, torch.bfloat16, Master.REMAINDER),
+        (torch.bfloat16, torch.float32, Master.REMAINDER),
     )
     casts = [(True, 90, gated) for gated in (False, True)] + [(False, 80, False)]
-    for (parameter, gradient, has_master), (hardware_cast, capability, gated) in product(pairs, casts):
+    for (parameter, gradient, master), (hardware_cast, capability, gated) in product(pairs, casts):
         if not hardware_cast and parameter != torch.float32:
+            continue
+        # Remainders differ from masters in one way only: the most code of them.
+        if master == Master.REMAINDER and not gated:
             continue
         cast = {"E4M3": True, "HARDWARE_CAST": hardware_cast, "HAS_TRANSPOSED": True, "ALIGNED": True}
         dtypes = {
             "PARAMETER_DTYPE": KERNEL_DTYPES[parameter],
             "GRADIENT_DTYPE": KERNEL_DTYPES[gradient],
             "MOMENT_DTYPE": tl.float32,
-            "HAS_MASTER": has_master,
+            "MASTER_KIND": int(master),
             "IS_GATED": gated,
         }
         tile = {"ROWS": LAUNCH.rows, "COLUMNS": LAUNCH.columns, "LANES": LANES}
-        label = f"{short[parameter]} parameters, {short[gradient]} gradients" + "".join(
-            word
-            for word, is_on in ((", masters", has_master), (", gated", gated), (", integer cast", not hardware_cast))
-            if is_on
+        label = f"{short[parameter]} parameters, {short[gradient]} gradients{MASTER_WORDS[master]}" + "".join(
+            word for word, is_on in ((", gated", gated), (", integer cast", not hardware_cast)) if is_on
         )
         # Parameters that do not begin in line are rare: of their launches one each, the most code.
         for in_line in (True, False) if gradient == parameter == torch.float32 and gated else (True,):

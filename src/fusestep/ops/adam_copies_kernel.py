@@ -16,6 +16,7 @@ from fusestep.ops.adam_kernel import (
     _coefficients,
     _gate,
     _keep_counts,
+    _master_at,
     _update,
 )
 from fusestep.ops.fp8_cast import fp8_code, magnitude_bits, raise_amax_bits, scale_from_amax, scaled_values
@@ -51,14 +52,14 @@ def _places(height, width, first_row, first_column, ALIGNED: tl.constexpr, ROWS:
 def _step_tile(
     rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row, first_column,
     PARAMETER_DTYPE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASTER_KIND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Step a tile; returns its weights as they are now stored, in fp32, 0 beyond the matrix."""
     gradient = tl.load(rows + tensors * GRADIENT + tensor).to(tl.pointer_type(GRADIENT_DTYPE))
     parameter = tl.load(rows + tensors * PARAMETER + tensor).to(tl.pointer_type(PARAMETER_DTYPE))
     exp_avg = tl.load(rows + tensors * EXP_AVG + tensor).to(tl.pointer_type(MOMENT_DTYPE))
     exp_avg_sq = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(MOMENT_DTYPE))
-    master = tl.load(rows + tensors * MASTER + tensor).to(tl.pointer_type(tl.float32))
+    master = _master_at(tl.load(rows + tensors * MASTER + tensor), MASTER_KIND)
     l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps = _coefficients(
         rows, tensors, tensor, hyper, steps_before
     )
@@ -79,10 +80,9 @@ def _step_tile(
     else:
         w = _update(
             parameter, gradient, exp_avg, exp_avg_sq, master, at, at, at, mask,
-            inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, HAS_MASTER,
+            inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, MASTER_KIND,
         )  # fmt: skip
-    w = tl.where(mask, w, 0.0)
-    return w.to(PARAMETER_DTYPE).to(tl.float32)
+    return tl.where(mask, w, 0.0)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _adam_copies_kernel(
     PARAMETER_DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
     MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     E4M3: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
@@ -162,7 +162,7 @@ def _adam_copies_kernel(
             scale = tl.load(slot)
             w = _step_tile(
                 rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row,
-                first_column, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, HAS_MASTER, ALIGNED, ROWS, COLUMNS,
+                first_column, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, MASTER_KIND, ALIGNED, ROWS, COLUMNS,
             )  # fmt: skip
             raise_amax_bits(slot, 0, magnitude_bits(w))
             if scale != 0.0:
@@ -261,7 +261,7 @@ def _adam_block_copies_kernel(
     PARAMETER_DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
     MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     E4M3: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
@@ -290,7 +290,7 @@ def _adam_block_copies_kernel(
             for first_row in range(tile_row * TILE, end, ROWS):
                 w = _step_tile(
                     rows, tensors, tensor, hyper, steps_before, inverse, is_skipped, height, width, first_row,
-                    tile_column * TILE, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, HAS_MASTER, ALIGNED, ROWS, TILE,
+                    tile_column * TILE, PARAMETER_DTYPE, GRADIENT_DTYPE, MOMENT_DTYPE, MASTER_KIND, ALIGNED, ROWS, TILE,
                 )  # fmt: skip
                 bits = tl.maximum(bits, magnitude_bits(w))
             amax = tl.max(bits).to(tl.float32, bitcast=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import product
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fusestep.language import tl, triton
 from fusestep.ops.adam_reference import HYPER_ROW
+from fusestep.ops.adam_remainders import parted_weight, whole_weight
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES, dtype_name
 from fusestep.ops.launch import launch
 from fusestep.ops.registry import Compilation
@@ -45,6 +47,26 @@ DTYPE_PAIRS = [(p, g) for p, g in product(KERNEL_DTYPES, KERNEL_DTYPES) if p == 
 MOMENT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
+class Master(IntEnum):
+    """What is kept of the fp32 weight that a step updates."""
+
+    NONE = 0  # nothing but the parameter
+    WHOLE = 1  # all of it
+    REMAINDER = 2  # what a bf16 parameter leaves of it, see adam_remainders.py
+
+    @classmethod
+    def of(cls, kept: Tensor | None) -> Master:
+        """By the tensor that is kept."""
+        if kept is None:
+            return cls.NONE
+        return cls.REMAINDER if kept.dtype == torch.int16 else cls.WHOLE
+
+
+NO_MASTER: tl.constexpr = tl.constexpr(int(Master.NONE))
+WHOLE_MASTER: tl.constexpr = tl.constexpr(int(Master.WHOLE))
+REMAINDER: tl.constexpr = tl.constexpr(int(Master.REMAINDER))
+
+
 @triton.jit
 def _bias_correction(step, log_beta):
     """1 − β^step to fp32's last places, though β is near 1: the series where the difference would cancel."""
@@ -60,24 +82,37 @@ def _bias_correction(step, log_beta):
 def _update(
     parameter, gradient, exp_avg, exp_avg_sq, master, at, at_parameter, at_gradient, mask,
     inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps,
-    HAS_MASTER: tl.constexpr,
+    MASTER_KIND: tl.constexpr,
 ):  # fmt: skip
-    """Step the elements at these places; returns the new weights, fp32."""
+    """Step the elements at these places; returns the new weights as the parameter holds them, in fp32."""
     g = tl.load(gradient + at_gradient, mask=mask).to(tl.float32) * inverse
     m = tl.load(exp_avg + at, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask=mask).to(tl.float32)
-    weight, at_weight = (master, at) if HAS_MASTER else (parameter, at_parameter)
-    w = tl.load(weight + at_weight, mask=mask).to(tl.float32)
+    if MASTER_KIND == REMAINDER:
+        w = whole_weight(tl.load(parameter + at_parameter, mask=mask), tl.load(master + at, mask=mask))
+    else:
+        weight, at_weight = (master, at) if MASTER_KIND == WHOLE_MASTER else (parameter, at_parameter)
+        w = tl.load(weight + at_weight, mask=mask).to(tl.float32)
     g += l2 * w
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
     w = w * keep - step_size * (m / (tl.sqrt(v) * inverse_root + eps))
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
-    tl.store(parameter + at_parameter, w.to(parameter.dtype.element_ty), mask=mask)
-    if HAS_MASTER:
-        tl.store(master + at, w, mask=mask)
-    return w
+    if MASTER_KIND == REMAINDER:
+        stored, kept = parted_weight(w)
+    else:
+        stored, kept = w.to(parameter.dtype.element_ty), w
+    tl.store(parameter + at_parameter, stored, mask=mask)
+    if MASTER_KIND != NO_MASTER:
+        tl.store(master + at, kept, mask=mask)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _master_at(address, MASTER_KIND: tl.constexpr):
+    """The pointer that the table's row MASTER holds."""
+    return address.to(tl.pointer_type(tl.int16 if MASTER_KIND == REMAINDER else tl.float32))
 
 
 @triton.jit
@@ -145,7 +180,7 @@ def _adam_kernel(
     PARAMETER_DTYPE: tl.constexpr,
     GRADIENT_DTYPE: tl.constexpr,
     MOMENT_DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    MASTER_KIND: tl.constexpr,  # a `Master`
     IS_GATED: tl.constexpr,  # divisor and skip are there
     IS_STRIDED: tl.constexpr,  # some parameters are
     CHUNK: tl.constexpr,
@@ -165,7 +200,7 @@ def _adam_kernel(
             parameter = tl.load(rows + tensors * PARAMETER + tensor).to(tl.pointer_type(PARAMETER_DTYPE))
             exp_avg = tl.load(rows + tensors * EXP_AVG + tensor).to(tl.pointer_type(MOMENT_DTYPE))
             exp_avg_sq = tl.load(rows + tensors * EXP_AVG_SQ + tensor).to(tl.pointer_type(MOMENT_DTYPE))
-            master = tl.load(rows + tensors * MASTER + tensor).to(tl.pointer_type(tl.float32))
+            master = _master_at(tl.load(rows + tensors * MASTER + tensor), MASTER_KIND)
 
             l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps = _coefficients(
                 rows, tensors, tensor, hyper, steps_before
@@ -185,7 +220,7 @@ def _adam_kernel(
                     tl.multiple_of(parameter, 16), tl.multiple_of(gradient, 16), tl.multiple_of(exp_avg, 16),
                     tl.multiple_of(exp_avg_sq, 16), tl.multiple_of(master, 16), at, at, at, None,
                     inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps,
-                    HAS_MASTER,
+                    MASTER_KIND,
                 )  # fmt: skip
             else:
                 at = start + lanes
@@ -197,7 +232,7 @@ def _adam_kernel(
                 _update(
                     parameter, gradient, exp_avg, exp_avg_sq, master, at, at_parameter, at_gradient, mask,
                     inverse, l2, keep, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps,
-                    HAS_MASTER,
+                    MASTER_KIND,
                 )  # fmt: skip
 
 
@@ -209,12 +244,19 @@ class AdamSignature:
     parameter: torch.dtype
     gradient: torch.dtype
     moment: torch.dtype
-    has_master: bool
+    master: Master
+
+    @property
+    def has_master(self) -> bool:
+        """Whether an fp32 weight is stepped in the parameter's stead, which then holds it rounded."""
+        return self.master != Master.NONE
 
     def unsupported(self) -> str | None:
         """Why the kernel cannot take them, or None."""
         if (self.parameter, self.gradient) not in DTYPE_PAIRS:
             return f"{dtype_name(self.gradient)} gradients of {dtype_name(self.parameter)} parameters"
+        if self.master == Master.REMAINDER and self.parameter != torch.bfloat16:
+            return f"remainders of {dtype_name(self.parameter)} parameters"
         if self.moment not in MOMENT_DTYPES:
             return f"{dtype_name(self.moment)} moments"
         return None
@@ -222,6 +264,9 @@ class AdamSignature:
 
 #: Warps a program; see BLOCK.
 WARPS = 4
+
+#: In the labels of compilations.
+MASTER_WORDS = {Master.NONE: "", Master.WHOLE: ", masters", Master.REMAINDER: ", remainders"}
 
 
 def launch_adam(
@@ -251,7 +296,7 @@ def launch_adam(
         PARAMETER_DTYPE=KERNEL_DTYPES[signature.parameter],
         GRADIENT_DTYPE=KERNEL_DTYPES[signature.gradient],
         MOMENT_DTYPE=MOMENT_DTYPES[signature.moment],
-        HAS_MASTER=signature.has_master,
+        MASTER_KIND=int(signature.master),
         IS_GATED=divisor is not None,
         IS_STRIDED=table.is_strided,
         CHUNK=BLOCK,
@@ -277,13 +322,13 @@ def adam_rows(
 
 
 def compilations() -> Iterator[Compilation]:
-    """Every combination of dtypes that the kernel takes, with and without masters, gates and strides."""
+    """Every combination of dtypes that the kernel takes, with masters of each kind, gates and strides or without."""
     short = SHORT_NAMES
     constants = (
         "PARAMETER_DTYPE",
         "GRADIENT_DTYPE",
         "MOMENT_DTYPE",
-        "HAS_MASTER",
+        "MASTER_KIND",
         "IS_GATED",
         "IS_STRIDED",
         "CHUNK",
@@ -301,28 +346,28 @@ def compilations() -> Iterator[Compilation]:
     }
     aligned = frozenset(n for n, kind in signature.items() if kind.startswith("*")) - {"divisor", "skip"}
     flags = (False, True)
-    for (parameter, gradient), moment, has_master, is_gated, is_strided in product(
-        DTYPE_PAIRS, MOMENT_DTYPES, flags, flags, flags
+    for (parameter, gradient), moment, master, is_gated, is_strided in product(
+        DTYPE_PAIRS, MOMENT_DTYPES, Master, flags, flags
     ):
-        if has_master and parameter == torch.float32:
+        if parameter == torch.float32 and master != Master.NONE:
             continue
-        # fp16 differs from bf16, of which all are compiled, in its conversions: the least code of it, and the most.
-        if torch.float16 in (parameter, gradient) and is_gated != is_strided:
+        if parameter != torch.bfloat16 and master == Master.REMAINDER:
+            continue
+        # fp16 differs from bf16, of which all are compiled, in its conversions, and so do remainders from masters: the
+        # least code of them, and the most.
+        if is_gated != is_strided and (torch.float16 in (parameter, gradient) or master == Master.REMAINDER):
             continue
         values = (
             KERNEL_DTYPES[parameter],
             KERNEL_DTYPES[gradient],
             MOMENT_DTYPES[moment],
-            has_master,
+            int(master),
             is_gated,
             is_strided,
             BLOCK,
         )
-        label = f"{short[parameter]} parameters, {short[gradient]} gradients, {short[moment]} moments" + "".join(
-            word
-            for word, is_on in ((", masters", has_master), (", gated", is_gated), (", strided", is_strided))
-            if is_on
-        )
+        label = f"{short[parameter]} parameters, {short[gradient]} gradients, {short[moment]} moments"
+        label += MASTER_WORDS[master] + (", gated" if is_gated else "") + (", strided" if is_strided else "")
         yield Compilation(
             _adam_kernel, label, signature, dict(zip(constants, values, strict=True)), WARPS, divisible_by_16=aligned
         )

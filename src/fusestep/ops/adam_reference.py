@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusestep.ops.adam_remainders import parted, whole
 from fusestep.ops.batches import arithmetic_dtype, batches, in_dtype
 
 #: Floats a group in the kernel's `hyper`; the order is that of `Hyperparameters.row`.
@@ -62,7 +63,8 @@ def adam_reference(
     """One step in place, vectorised over the list; all tensors on one device, and one dtype in each list.
 
     Args:
-        masters: fp32 weights to update instead of the parameters, which then receive a copy; empty without masters.
+        masters: fp32 weights to update instead of the parameters, which then receive a copy, or the int16 remainders
+            that the parameters leave of such weights (adam_remainders.py); empty without masters.
         steps: the number of this step for each parameter, from 1.
         divisor: of the gradients.
     """
@@ -76,7 +78,11 @@ def _reference_batch(
 ) -> None:
     stored_w, stored_g, stored_m, stored_v, *masters = batch
     dtype = arithmetic_dtype(stored_w)
-    w = masters[0] if masters else in_dtype(stored_w, dtype)
+    has_remainders = bool(masters) and masters[0][0].dtype == torch.int16
+    if has_remainders:
+        w = [whole(parameter, remainder) for parameter, remainder in zip(stored_w, masters[0], strict=True)]
+    else:
+        w = masters[0] if masters else in_dtype(stored_w, dtype)
     g, m, v = (in_dtype(stored, dtype) for stored in (stored_g, stored_m, stored_v))
     if divisor != 1.0:
         g = list(torch._foreach_div(g, divisor))
@@ -101,6 +107,12 @@ def _reference_batch(
     else:
         torch._foreach_add_(denominator, eps)
         torch._foreach_addcdiv_(w, m, denominator, step_sizes)
-    for stored, computed in ((stored_m, m), (stored_v, v), (stored_w, w)):
+    results = [(stored_m, m), (stored_v, v)]
+    if has_remainders:
+        parts = [parted(master) for master in w]
+        results += [(stored_w, [part[0] for part in parts]), (masters[0], [part[1] for part in parts])]
+    else:
+        results.append((stored_w, w))
+    for stored, computed in results:
         if stored is not computed:
             torch._foreach_copy_(stored, computed)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusestep.dispatch import one_device, uses_triton
-from fusestep.ops.adam_kernel import DTYPE_PAIRS, AdamSignature
+from fusestep.ops.adam_kernel import DTYPE_PAIRS, AdamSignature, Master
 from fusestep.ops.adam_reference import HYPER_ROW
 from fusestep.ops.dtypes import KERNEL_DTYPES, SHORT_NAMES
 from fusestep.ops.gradient_norm import to_device
@@ -217,7 +217,12 @@ def update_once(
     for i, parameter in enumerate(members.parameters):
         state = members.dense[0][i].dtype if members.dense else _state_dtype(parameter)
         signature = UpdateSignature(
-            device, parameter.dtype, members.gradients[i].dtype, state, bool(members.masters), len(members.dense)
+            device,
+            parameter.dtype,
+            members.gradients[i].dtype,
+            state,
+            Master.WHOLE if members.masters else Master.NONE,
+            len(members.dense),
         )
         by_signature.setdefault(signature, []).append(i)
     for signature, places in by_signature.items():

@@ -8,12 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fusestep.distributed.groups import local_of
 from fusestep.errors import UserError
+from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.adam_kernel import MOMENT_DTYPES
+from fusestep.optim.adam_masters import is_rounded, part_master, put_together
 from fusestep.optim.adam_plan import AdamPlan
 from fusestep.optim.base import FusedOptimizer
+from fusestep.optim.loading import MASTER, NOTHING, REMAINDER
 from fusestep.optim.options import check_betas, check_numbers
-from fusestep.optim.step_plan import StepPlan
+from fusestep.optim.step_plan import State, StepPlan
 
 
 class FusedAdam(FusedOptimizer):
@@ -37,6 +41,10 @@ class FusedAdam(FusedOptimizer):
             torch.nn.utils.clip_grad_norm_ would; `.grad` itself is not changed. A step whose norm is not finite changes
             nothing but `skipped_steps`. Infinity only skips. None does neither, as torch.
         master_weights: keep fp32 copies of 16-bit parameters and update those; in the state as `master_param`.
+        store_param_remainders: of the masters of bf16 parameters keep the 16 bits that the parameter does not hold, in
+            2 bytes a parameter instead of 4, as `master_remainder` (ops/adam_remainders.py). The masters are the same,
+            bit for bit; a parameter is its master rounded with ties away from zero, not to even. A parameter that a
+            script writes between steps is stepped from what was written, which whole masters pass over.
         capturable: keep `lr` on the device, so that a CUDA graph may capture `step` after an eager one. The graph
             follows `lr`, also a scheduler's; capture anew after loading a state, adding a group or changing another
             option.
@@ -52,7 +60,7 @@ class FusedAdam(FusedOptimizer):
 
     State dicts load into torch.optim.AdamW and come from it; `step` is saved as torch saves it. Loading never changes
     a dtype to the parameter's. Options in a loaded state replace the constructor's, as in torch; options that it lacks
-    keep them.
+    keep them. Masters are whole in a state dict however they are kept, and take 4 bytes a parameter while it is held.
 
     Raises: UserError for options out of range and parameters of other dtypes.
     Source: Kingma and Ba 2015, arXiv:1412.6980; Loshchilov and Hutter 2019, arXiv:1711.05101.
@@ -61,7 +69,9 @@ class FusedAdam(FusedOptimizer):
     _plan_class: ClassVar[type[StepPlan]] = AdamPlan
     _dense: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _kin: ClassVar[str] = "FusedAdam or torch.optim.AdamW without amsgrad"
-    _kept: ClassVar[tuple[str, ...]] = (*FusedOptimizer._kept, "moment_dtype")
+    _kept: ClassVar[tuple[str, ...]] = (*FusedOptimizer._kept, "moment_dtype", "store_param_remainders")
+    #: Of pickles that are older than the option.
+    store_param_remainders: bool = False
 
     def __init__(
         self,
@@ -77,10 +87,17 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         capturable: bool = False,
         moment_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
     ) -> None:
         if moment_dtype not in MOMENT_DTYPES:
             raise UserError(f"FusedAdam: moment_dtype is {moment_dtype}; pass torch.float32 or torch.bfloat16.")
+        if store_param_remainders and not master_weights:
+            raise UserError(
+                "FusedAdam: store_param_remainders is how masters are kept, and master_weights is False; pass "
+                "master_weights=True too."
+            )
         self.moment_dtype = moment_dtype
+        self.store_param_remainders = store_param_remainders
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -100,3 +117,86 @@ class FusedAdam(FusedOptimizer):
     def _state_dtype(self, parameter: Tensor) -> torch.dtype:
         dtype = super()._state_dtype(parameter)
         return self.moment_dtype if dtype == torch.float32 else dtype
+
+    def _check_parameter(self, parameter: object, number: int) -> None:
+        super()._check_parameter(parameter, number)
+        if self.store_param_remainders and isinstance(parameter, Tensor) and parameter.dtype == torch.float16:
+            raise UserError(
+                f"{self._who}: parameter {number} is float16, of whose master no 16 bits remain to store; pass "
+                "store_param_remainders=False, or use bfloat16."
+            )
+
+    def _keeps_remainder(self, parameter: Tensor) -> bool:
+        """Whether a parameter's master is kept as the 16 bits that the parameter does not hold."""
+        return self.store_param_remainders and _is_bf16(parameter)
+
+    def _master_form(self, parameter: Tensor) -> tuple[str, torch.dtype]:
+        return (REMAINDER, torch.int16) if self._keeps_remainder(parameter) else super()._master_form(parameter)
+
+    def _first_master(self, local: Tensor) -> Tensor:
+        if self._keeps_remainder(local):
+            return torch.zeros_like(local, dtype=torch.int16, memory_format=torch.preserve_format)
+        return super()._first_master(local)
+
+    def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if self._keeps_remainder(parameter):
+            if MASTER in state:
+                part_master(parameter, state)
+        elif REMAINDER in state:
+            state[MASTER] = put_together(parameter, state.pop(REMAINDER))
+        super()._complete_state(parameter, group)
+
+    def _set_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Write a whole master into a parameter and its remainder."""
+        self.state[parameter][MASTER] = master
+        part_master(parameter, self.state[parameter])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with `master_param` in fp32 where there is a master, and a count of applied and skipped steps.
+
+        `step` is a 0-d fp32 tensor on the host, as torch saves it; reading it waits for the device.
+        """
+        saved = super().state_dict()
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], packed["params"], strict=True):
+                state = saved["state"].get(key, {})
+                if REMAINDER in state:
+                    state[MASTER] = put_together(parameter, state.pop(REMAINDER))
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of what its documentation names.
+
+        States take the dtypes that this class gives them, masters fp32; torch's own method would round both to the
+        parameter's dtype (pytorch#43706). A state without masters gets them from the parameters at the next step.
+
+        Where remainders are stored, a master is kept whole until the next step, so that the model may be loaded
+        afterwards; where a parameter is its master rounded already it is parted at once.
+
+        Raises: UserError, with nothing changed, if groups, sizes or kind of the state do not fit.
+        """
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if self._keeps_remainder(parameter) and MASTER in state and is_rounded(parameter, state[MASTER]):
+                part_master(parameter, state)
+
+    def _loaded_state(
+        self, saved: dict[str, Any], group_step: Any, parameter: Tensor, number: int, group: dict[str, Any]
+    ) -> State:
+        master = saved.get(MASTER)
+        if isinstance(master, Tensor) and master.dtype == torch.int16:
+            # Transformer Engine saves remainders by the name of masters.
+            if self._has_master(parameter) and not _is_bf16(parameter):
+                raise UserError(
+                    f"{self._who}.load_state_dict: {MASTER} of parameter {number} is int16, which is what a bf16 "
+                    f"parameter leaves of its master, and this one is not in bf16; load "
+                    f"it into the model it was saved from. {NOTHING}"
+                )
+            saved = {**{key: value for key, value in saved.items() if key != MASTER}, REMAINDER: master}
+        return super()._loaded_state(saved, group_step, parameter, number, group)
+
+
+def _is_bf16(parameter: Tensor) -> bool:
+    """Whether a parameter's values are bf16 in memory, which those of one that lives in FP8 are not."""
+    return parameter.dtype == torch.bfloat16 and not isinstance(local_of(parameter), Float8Tensor)

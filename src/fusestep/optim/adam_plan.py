@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fusestep.ops.adam_copies import CopySignature, launch_adam_copies, tile_tensors, tiles_of
-from fusestep.ops.adam_kernel import AdamSignature, adam_rows, launch_adam
+from fusestep.ops.adam_kernel import AdamSignature, Master, adam_rows, launch_adam
 from fusestep.ops.adam_reference import Hyperparameters, adam_reference
 from fusestep.ops.roll_scales import AMAX, SLOT
 from fusestep.ops.tensor_table import build_table, entry
+from fusestep.optim.loading import REMAINDER
 from fusestep.optim.plan_parts import CopyPart, DevicePlan, KernelPart, ReferencePart, State, real
 from fusestep.optim.step_plan import StepPlan, lies_on, lr_address
 
@@ -30,7 +31,12 @@ class AdamPlan(StepPlan):
     def _signature(self, i: int, device: torch.device, gradient: Tensor, state: State) -> AdamSignature:
         """What parameters of one launch have in common."""
         weight, moment = real(self.weights[i]).dtype, real(state["exp_avg"]).dtype
-        return AdamSignature(device, weight, real(gradient).dtype, moment, self._master(i) is not None)
+        return AdamSignature(device, weight, real(gradient).dtype, moment, Master.of(self._master(i)))
+
+    def _master(self, i: int) -> Tensor | None:
+        state = self.state_of[i]
+        remainder: Tensor | None = None if state is None else state.get(REMAINDER)
+        return super()._master(i) if remainder is None else remainder
 
     def _launches_of(
         self, alike: list[int], signature: AdamSignature, gradients: list[Tensor | None]
@@ -56,7 +62,7 @@ class AdamPlan(StepPlan):
         memory = self.copies.in_16_bits(i, state)
         if memory is None:
             return signature
-        wider = replace(signature, parameter=memory.dtype, has_master=True)
+        wider = replace(signature, parameter=memory.dtype, master=Master.WHOLE)
         if wider.unsupported() is not None:
             return signature
         self.copies.launch_writes(i, memory)
@@ -131,7 +137,7 @@ class AdamPlan(StepPlan):
     def _run_reference(
         self,
         group: dict[str, Any],
-        part: ReferencePart,
+        part: ReferencePart,  # noqa: ARG002
         members: list[int],
         gradients: list[Tensor | None],
         steps: list[float],
@@ -143,7 +149,7 @@ class AdamPlan(StepPlan):
             [real(gradient) for gradient in (gradients[i] for i in members) if gradient is not None],
             [real(state["exp_avg"]) for state in states],
             [real(state["exp_avg_sq"]) for state in states],
-            [state["master_param"] for state in states] if part.signature.has_master else [],
+            [master for master in map(self._master, members) if master is not None],
             steps,
             hyperparameters(group, float(group["lr"])),
             divisor,

@@ -72,6 +72,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Raises: UserError for options of a group that are out of range."""
         check_common(self._who, options)
 
+    def _check_parameter(self, parameter: object, number: int) -> None:
+        """Raises: UserError for a parameter that cannot be stepped."""
+        check_parameter(self._who, parameter, number)
+
     def _dense_states(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
         """The states of the parameter's shape that a group's options ask for."""
         return self._dense
@@ -133,7 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         first = sum(len(group["params"]) for group in self.param_groups)
         parameters = [named[1] if isinstance(named, tuple) else named for named in param_group["params"]]
         for number, parameter in enumerate(parameters, first):
-            check_parameter(self._who, parameter, number)
+            self._check_parameter(parameter, number)
             check_placements(self._who, parameter, number)
             if isinstance(local_of(parameter), Float8Tensor) and not self.master_weights:
                 raise UserError(
@@ -359,16 +363,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             state[key] = value.to(parameter.device, dtype.to_real(), non_blocking=parameter.device.type == "cuda")
         if self._has_master(parameter):
             # Made at the first step, not in the constructor: weights may be loaded in between.
-            master = state.get("master_param")
+            key, dtype = self._master_form(parameter)
+            master = state.get(key)
             if master is None:
-                master = _as_part(first_master(local_of(parameter)), parameter)
-            state["master_param"] = _like(parameter, master, torch.float32)
+                master = _as_part(self._first_master(local_of(parameter)), parameter)
+            state[key] = _like(parameter, master, dtype)
 
     def _made_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return _as_part(self._first_state(local_of(parameter.detach()), group), parameter)
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and (parameter.dtype in HALVES or isinstance(local_of(parameter), Float8Tensor))
+
+    def _master_form(self, parameter: Tensor) -> tuple[str, torch.dtype]:  # noqa: ARG002
+        """The key and dtype of the state that keeps the master of a parameter that has one."""
+        return "master_param", torch.float32
+
+    def _first_master(self, local: Tensor) -> Tensor:
+        """What that state is before the first step, of the part of a parameter that lies here."""
+        return first_master(local)
 
     def _keep_lr_on_device(self) -> None:
         """Where graphs may be captured, turn learning rates into fp32 tensors, which schedulers change in place."""

@@ -14,6 +14,10 @@ from fusestep.errors import UserError
 
 NOTHING = "Nothing was changed."
 
+#: Keys of a master in a state, with their dtypes: whole, or what a bf16 parameter leaves of it.
+MASTER, REMAINDER = "master_param", "master_remainder"
+MASTERS = {MASTER: torch.float32, REMAINDER: torch.int16}
+
 
 def loaded_groups(
     who: str, groups: list[dict[str, Any]], saved: list[dict[str, Any]], defaults: dict[str, Any], kin: str
@@ -94,14 +98,14 @@ def loaded_state(
     for key in scalars:
         number_of = torch.as_tensor(saved[key]).detach().reshape(())
         state[key] = torch.empty((), dtype=dtype.to_real(), device=parameter.device).copy_(number_of)
-    for key, wanted in (*((key, dtype) for key in dense), ("master_param", torch.float32)):
+    for key, wanted in (*((key, dtype) for key in dense), *MASTERS.items()):
         if key in saved:
             if saved[key].shape != parameter.shape:
                 raise UserError(
                     f"{who}.load_state_dict: {key} of parameter {number} is {tuple(saved[key].shape)}, the parameter "
                     f"is {tuple(parameter.shape)}; load it into the model it was saved from. {NOTHING}"
                 )
-            if key != "master_param" or has_master:
+            if key not in MASTERS or has_master:
                 made = torch.empty_like(local_of(parameter), dtype=wanted, memory_format=torch.preserve_format)
                 made = made.detach().copy_(local_of(laid_out(saved[key].detach(), parameter)))
                 state[key] = wrapped(made, parameter) if is_dtensor(parameter) else made

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusestep.ops.adam_copies import CopySignature
-from fusestep.ops.adam_kernel import AdamSignature
+from fusestep.ops.adam_kernel import AdamSignature, Master
 from fusestep.ops.tensor_table import build_table, upload
 from fusestep.ops.update import Hyper, Members, NormedRule, Rule, Shared, UpdateSignature, update_entry
 from fusestep.optim.plan_parts import DevicePlan, KernelPart, ReferencePart, State, real
@@ -72,7 +72,7 @@ class UpdatePlan(StepPlan):
     def _signature(self, i: int, device: torch.device, gradient: Tensor, state: State) -> UpdateSignature:
         weight, dense = real(self.weights[i]).dtype, self._dense_of[self.group_of[i]]
         kept = real(state[dense[0]]).dtype if dense else torch.float32
-        return UpdateSignature(device, weight, real(gradient).dtype, kept, self._master(i) is not None, len(dense))
+        return UpdateSignature(device, weight, real(gradient).dtype, kept, Master.of(self._master(i)), len(dense))
 
     def _launches_of(
         self,

@@ -94,12 +94,73 @@ def test_parameters_whose_count_is_their_own_keep_it(te: ModuleType) -> None:
 def test_masters_are_of_16_bit_parameters_alone_and_dtypes_mix(te: ModuleType) -> None:
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     params = [torch.nn.Parameter(torch.randn(9).to(dtype)) for dtype in dtypes]
-    optimizer = te.optimizers.FusedAdam(params, lr=0.1, master_weights=True, store_param_remainders=True)
+    optimizer = te.optimizers.FusedAdam(params, lr=0.1, master_weights=True)
     backward(params, 1)
     optimizer.step()
     assert ["master_param" in optimizer.state[p] for p in params] == [False, True, True]
     for p in params[1:]:
         assert torch.equal(optimizer.state[p]["master_param"].to(p.dtype), p)
+
+
+def test_remainders_of_bf16_parameters_are_stored_and_masters_saved(te: ModuleType) -> None:
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    values = [torch.randn(9) for _ in dtypes]
+    lists = [[torch.nn.Parameter(v.to(dtype)) for v, dtype in zip(values, dtypes, strict=True)] for _ in range(2)]
+    ours, others = (
+        te.optimizers.FusedAdam(params, lr=0.1, master_weights=True, store_param_remainders=store)
+        for params, store in zip(lists, (True, False), strict=True)
+    )
+    for number in range(3):
+        for params, optimizer in zip(lists, (ours, others), strict=True):
+            backward(params, number)
+            optimizer.step()
+    dtypes_kept = [{value.dtype for value in ours.state[p].values()} for p in lists[0]]
+    assert dtypes_kept == [{torch.float32}, {torch.float32}, {torch.float32, torch.int16}]
+    saved, expected = ours.state_dict(), others.state_dict()
+    assert [set(state) for state in saved["state"].values()] == [set(state) for state in expected["state"].values()]
+    for state, wanted in zip(saved["state"].values(), expected["state"].values(), strict=True):
+        assert all(torch.equal(value, wanted[key]) for key, value in state.items())
+    alone = te.optimizers.FusedAdam(lists[1][:1], store_param_remainders=True)
+    assert not alone.store_param_remainders  # no effect without masters
+
+
+def test_remainders_are_read_and_written_by_name_as_masters_are(te: ModuleType) -> None:
+    weight = torch.nn.Parameter(torch.randn(9).bfloat16())
+    optimizer = te.optimizers.FusedAdam([weight], lr=0.0, master_weights=True, store_param_remainders=True)
+    optimizer.initialize_state(weight, True)
+    assert optimizer.get_unscaled_state(weight, "master_param").dtype == torch.int16
+    master = torch.randn(9)
+    optimizer.set_scaled_state(weight, "master_param", master)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], master)
+    kept = optimizer.get_unscaled_state(weight, "master_param").clone()
+    optimizer.set_scaled_state(weight, "master_param", torch.zeros_like(kept))
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], weight.detach().float())
+    optimizer.set_scaled_state(weight, "master_param", kept)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], master)
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_state_with_remainders_as_transformer_engine_saves_it_loads(te: ModuleType, store: bool) -> None:
+    """There `master_param` is int16 then; read as numbers, weights would be as large as 32767."""
+    master = torch.tensor([1.0 + 2**-9, -3.0 - 2**-20, 0.5, 7e-30])
+    bits = master.view(torch.int32)
+    low = (bits & 0xFFFF) - ((bits & 0x8000) << 1)
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = te.optimizers.FusedAdam([weight], lr=0.0, master_weights=True, store_param_remainders=store)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["master_param"] = low.short()
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():  # the model after the optimizer
+        weight.copy_(((bits - low) >> 16).short().view(torch.bfloat16))
+    optimizer.step()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], master)
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    with pytest.raises(UserError, match="master_param of parameter 0 is int16"):
+        te.optimizers.FusedAdam([half], master_weights=True).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("after", [False, True])

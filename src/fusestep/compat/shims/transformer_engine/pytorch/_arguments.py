@@ -30,7 +30,6 @@ WITHOUT_EFFECT = {
     "sm_margin": "leaves multiprocessors to other work; results are the same",
     "fast_zero_fill, num_splits": "choices of speed inside attention",
     "fused (apply_rotary_pos_emb)": "the rotation is always one kernel",
-    "store_param_remainders (FusedAdam)": "masters are whole fp32 tensors, which takes two more bytes a parameter",
     "materialize_master_grads (FusedSGD)": "of Apex's old amp, which is gone",
     "is_cg_capturable (parallel_cross_entropy)": "the loss never waits for the device",
     "_graph (autocast)": "Transformer Engine's own mark",

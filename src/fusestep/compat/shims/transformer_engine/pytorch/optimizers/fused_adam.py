@@ -45,7 +45,7 @@ class FusedAdam(DropInOptimizer, optim.FusedAdam):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,  # noqa: ARG002 (masters are whole)
+        store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
         if not isinstance(betas, (tuple, list)):
@@ -78,24 +78,39 @@ class FusedAdam(DropInOptimizer, optim.FusedAdam):
             capturable=capturable,
             master_weights=master_weights,
             moment_dtype=exp_avg_dtype,
+            store_param_remainders=store_param_remainders and master_weights,
         )
         self._served("transformer_engine.pytorch.optimizers")
 
+    def _check_parameter(self, parameter: object, number: int) -> None:
+        # As there, fp16 parameters beside remainders of bf16 ones have whole masters.
+        super(optim.FusedAdam, self)._check_parameter(parameter, number)
+
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:  # noqa: ARG002
-        """Give a parameter its state before its first step; the master starts from the value before a cast to FP8."""
+        """Give a parameter its state before its first step; the master starts from the value before a cast to FP8.
+
+        Whether its remainder is stored is the optimizer's option.
+        """
         group = next(group for group in self.param_groups if any(p is param for p in group["params"]))
         self._complete_state(param, group)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """exp_avg, exp_avg_sq or master_param of a parameter, in fp32."""
-        return self._named_state(param, state_name).float()
+        """exp_avg, exp_avg_sq or master_param of a parameter, in fp32; of a master whose remainder is stored, that."""
+        found = self._named_state(param, state_name)
+        return found if found.dtype == torch.int16 else found.float()
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Write exp_avg, exp_avg_sq or master_param of a parameter."""
+        """Write exp_avg, exp_avg_sq or master_param of a parameter; where a remainder is stored, that or the master."""
         with torch.no_grad():
-            self._named_state(param, state_name).copy_(unscaled_state)
+            found = self._named_state(param, state_name)
+            if found.dtype == torch.int16 and unscaled_state.dtype != torch.int16:
+                self._set_master(param, unscaled_state)
+            else:
+                found.copy_(unscaled_state)
 
     def _named_state(self, param: Tensor, name: str) -> Tensor:
+        if name == "master_param" and self._keeps_remainder(param):
+            name = "master_remainder"
         if name not in self.state.get(param, {}):
             self.initialize_state(param)
         found: Tensor | None = self.state[param].get(name)
