@@ -1,4 +1,4 @@
-"""Run a function in several processes that share one gloo group, for the tests.
+"""Run a function in several processes that share one group, for the tests: gloo on CPUs, NCCL on GPUs.
 
     def check(rank: int, folder: Path) -> float: ...
 
@@ -7,6 +7,9 @@
 The function lives at the top of a test's file. Each start is a rendezvous of fresh processes, forked from a server
 that has imported torch once, so it costs a fraction of a second; still, put many checks into one. Every wait has an
 end: a rank that fails, dies or is slow ends all, and each rank's traceback is in the error.
+
+A test that takes the fixture `ranks_device` runs once more where there are GPUs (`-m gpu`), each rank on one of its
+own, where tensors then lie unless they are put elsewhere. With fewer GPUs than ranks it is skipped, with a sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,7 +33,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 #: What the server of processes imports before it forks any. None of it may start a thread.
 PRELOADED = [
@@ -43,6 +51,12 @@ PRELOADED = [
     "fusestep.optim",
     "fusestep.train",
 ]
+
+#: Where ranks compute, "cpu" or "cuda"; of a rank itself too. The fixture `ranks_device` changes it.
+device_type = "cpu"
+
+#: Kernels are compiled on a GPU, by each rank.
+SLOWER_ON_GPU = 4
 
 #: How long the other ranks may still speak after one has failed, in seconds.
 GRACE = 5.0
@@ -83,13 +97,18 @@ def run_ranks(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     environment: Mapping[str, str] | None = None,
+    places: bool = True,
 ) -> list[Any]:
-    """Call `function(rank, *arguments)` in `ranks` processes of one gloo group and return what each returned, by rank.
+    """Call `function(rank, *arguments)` in `ranks` processes of one group and return what each returned, by rank.
 
     Results and arguments are pickled; tensors travel by value. `timeout` (seconds) is for the whole call,
-    `group_timeout` for one collective, and `environment` is set in the processes before anything else. torch has one
-    thread in each and the same seed in all. Raises RanksFailedError when a rank raised, died or did not end in time.
+    `group_timeout` for one collective, and `environment` is set in the processes before anything else. `places`: on
+    GPUs, tensors lie on the rank's unless they are put elsewhere (`placed`). torch has one thread in each and the same
+    seed in all. Raises RanksFailedError when a rank raised, died or did not end in time.
     """
+    if device_type == "cuda":
+        need_gpus(ranks)
+        timeout, group_timeout = SLOWER_ON_GPU * timeout, SLOWER_ON_GPU * group_timeout
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + timeout
@@ -108,6 +127,8 @@ def run_ranks(
                 timeout,
                 group_timeout,
                 {**(environment or {})},
+                device_type,
+                places,
             )
             process = context.Process(target=_run, args=(job, sender), daemon=True)
             process.start()
@@ -125,6 +146,13 @@ def run_ranks(
     if any(one.failure is not None or one.stopped or one.exit_code for one in outcomes):
         raise RanksFailedError(outcomes)
     return [one.result for one in outcomes]
+
+
+def need_gpus(ranks: int) -> None:
+    """Skip the test where there are fewer."""
+    count = torch.cuda.device_count()
+    if count < ranks:
+        pytest.skip(f"{ranks} ranks need a GPU each, and there {'is' if count == 1 else 'are'} {count}")
 
 
 def _gather(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Outcome]:
@@ -163,6 +191,8 @@ class _Job:
     timeout: float
     group_timeout: float
     environment: dict[str, str]
+    device_type: str
+    places: bool
 
 
 def _run(job: _Job, sender: Connection) -> None:
@@ -172,7 +202,13 @@ def _run(job: _Job, sender: Connection) -> None:
     kind, content = "result", None
     try:
         _prepare(job)
-        content = _resolve(job)(job.rank, *pickle.loads(job.arguments))
+        function, arguments = _resolve(job), pickle.loads(job.arguments)
+        if job.places and job.device_type == "cuda":
+            with placed(job.rank):
+                content = function(job.rank, *tree_map_only(Tensor, lambda one: one.to(f"cuda:{job.rank}"), arguments))
+            content = tree_map_only(Tensor, Tensor.cpu, content)
+        else:
+            content = function(job.rank, *arguments)
     except BaseException:
         kind, content = "failure", traceback.format_exc()
     stream = io.BytesIO()
@@ -194,15 +230,58 @@ def _prepare(job: _Job) -> None:
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
     )
     os.environ.update(job.environment)
+    global device_type
+    device_type = job.device_type
+    device = None
+    if device_type == "cuda":
+        # The set-up of NVLink multicast may hang on shared hosts.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        device = torch.device("cuda", job.rank)
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
     torch.manual_seed(20240229)
     torch.distributed.init_process_group(
-        "gloo",
+        "gloo" if device is None else "nccl",
+        device_id=device,
         store=torch.distributed.FileStore(job.rendezvous, job.ranks),
         rank=job.rank,
         world_size=job.ranks,
         timeout=timedelta(seconds=job.group_timeout),
     )
+
+
+@contextmanager
+def placed(index: int = 0) -> Iterator[None]:
+    """Where ranks compute on GPUs, tensors lie on this one within, unless they are put elsewhere.
+
+    Random ones are drawn on the CPU, so that they have the same values everywhere.
+    """
+    if device_type == "cpu":
+        yield
+        return
+    torch.set_default_device(torch.device("cuda", index))
+    try:
+        with _DrawnOnTheHost():
+            yield
+    finally:
+        torch.set_default_device(None)
+
+
+class _DrawnOnTheHost(TorchFunctionMode):
+    DRAW = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = {**(kwargs or {})}
+        if func not in self.DRAW or options.get("device") is not None:
+            return func(*args, **options)
+        needs_grad = options.pop("requires_grad", False)
+        made = func(*args, **{**options, "device": "cpu"})
+        return made.to(torch.get_default_device()).requires_grad_(needs_grad)
+
+
+def near(tolerance: float) -> float:
+    """A tolerance of results in fp32: a GPU's kernels add up in other orders, and attention's round more coarsely."""
+    return tolerance * (10 if device_type == "cuda" else 1)
 
 
 def module_of(file: Path) -> ModuleType:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import harness
+
 IN, WIDTH, OUT, ROWS = 7, 12, 3, 12
 
 
@@ -65,14 +67,14 @@ class Layout:
             self.model = nn.parallel.DistributedDataParallel(self.model)
         elif kind in ("fsdp", "hsdp"):
             shape = (size,) if kind == "fsdp" else (size // 2, 2)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
+            mesh = init_device_mesh(harness.device_type, shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
             fully_shard(self.model.first, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         elif kind == "tp":
-            parallelize_module(self.model, init_device_mesh("cpu", (size,)), plan)
+            parallelize_module(self.model, init_device_mesh(harness.device_type, (size,)), plan)
             self.data_rank, self.data_size = 0, 1
         elif kind == "fsdp-tp":
-            mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+            mesh = init_device_mesh(harness.device_type, (size // 2, 2), mesh_dim_names=("data", "tensor"))
             parallelize_module(self.model, mesh["tensor"], plan)
             fully_shard(self.model.first, mesh=mesh["data"])
             fully_shard(self.model, mesh=mesh["data"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import harness
 from fusestep import fp8
 from fusestep.distributed.storage import write_shards
 from fusestep.errors import UserError
@@ -284,7 +285,7 @@ def check_meta(rank: int) -> dict[str, Any]:
         model: nn.Module = nn.Sequential(Linear(48, 33), Linear(33, 7))
     fp8.gather_in_fp8(model, recipe)
     model = sharded(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=harness.device_type)
     for layer in model:
         layer.reset_parameters()
     with fp8.fp8_autocast(recipe=recipe):
@@ -307,7 +308,7 @@ def check_two(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(ranks_device: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(check_two, 2, tmp_path_factory.mktemp("shards"))
 
 
@@ -375,6 +376,7 @@ def assert_losses(ranks: int, ways: list[tuple[str, str, str]]) -> None:
             assert one[f"{engine} {how} {name}"] == pytest.approx(wanted, rel=1e-3), (engine, how, name)
 
 
+@pytest.mark.usefixtures("ranks_device")
 def test_losses_are_those_of_one_process() -> None:
     assert_losses(2, ORDINARY)
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from fusestep.distributed.groups import mark_shard, shard_group
 from fusestep.errors import UserError
@@ -33,7 +34,7 @@ from fusestep.optim import (
     accumulate_in_fp32,
     clip_grad_norm_,
 )
-from harness import run_ranks
+from harness import placed, run_ranks
 from layouts import Layout, batch, net, whole
 
 STEPS = 20
@@ -66,7 +67,9 @@ def compare_with_one_process(
     ranks: int, cases: list[tuple[str, str]], steps: int = STEPS, timeout: float = 120
 ) -> None:
     found = run_ranks(train_all, ranks, cases, steps, timeout=timeout)
-    alone = {name: trained("alone", name, steps) for name in {name for _, name in cases}}
+    with placed():
+        alone = {name: trained("alone", name, steps) for name in {name for _, name in cases}}
+    alone = tree_map_only(Tensor, Tensor.cpu, alone)
     for number, (kind, name) in enumerate(cases):
         expected, label = alone[name], f"{kind} {name}"
         for of_rank in (one[number] for one in found):
@@ -79,6 +82,7 @@ def compare_with_one_process(
         assert expected["losses"][-1] != pytest.approx(expected["losses"][0], rel=1e-2), label
 
 
+@pytest.mark.usefixtures("ranks_device")
 def test_two_processes_train_as_one_does() -> None:
     cases = [(kind, name) for kind in ("fsdp", "tp") for name in MAKERS]
     compare_with_one_process(2, [("ddp", "adam-clip"), ("ddp", "lamb"), *cases])

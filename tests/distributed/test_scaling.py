@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import harness
 from fusestep.cli.scaling import page
 from fusestep.distributed.launch import join
 from fusestep.distributed.mesh import Parallel
@@ -32,7 +33,7 @@ def measure(rank: int, port: int, folder: Path) -> list[Any]:
     found = []
     for asked, batch in (("ddp", 3), ("fsdp", 4), ("tp=2", 2)):
         next(worlds)
-        with join("cpu", 30.0) as world:
+        with join(harness.device_type, 30.0) as world:
             rows = scaling.scaling(world, Parallel.of(asked), asked, CONFIG, batch=batch, steps=1)
             if rank == 0:
                 rows.save(folder / asked)
@@ -40,6 +41,7 @@ def measure(rank: int, port: int, folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.usefixtures("ranks_device")
 def test_rows_of_one_and_two_ranks_begin_with_the_same_loss_and_add_up(tmp_path: Path) -> None:
     (ddp, fsdp, tp), other = of_runs().launch(measure, tmp_path, timeout=90)
     assert [ddp[0]["rows"], fsdp[0]["rows"], tp[0]["rows"]] == [one[0]["rows"] for one in other]

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import distributed
 
+import harness
 from fusestep.errors import UserError
 from fusestep.train import TrainConfig, checkpoint, train
 from fusestep.train.trainer import Trainer
@@ -36,7 +37,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         "lr": 1e-2,
         "eval_every": 10,
         "save_every": 0,
-        "device": "cpu",
+        "device": harness.device_type,
         "timeout": 20.0,
         "out": str(out),
     }
@@ -56,7 +57,7 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
 def launch(function: Callable[..., Any], *arguments: Any, timeout: float, ranks: int = 2) -> list[Any]:
     """Some ranks of a function, which is told the port of a store that this process keeps."""
     store = distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-    return run_ranks(function, ranks, store.port, *arguments, timeout=timeout)
+    return run_ranks(function, ranks, store.port, *arguments, timeout=timeout, places=False)
 
 
 # In the processes
@@ -227,19 +228,22 @@ def check_kinds(folder: Path, ranks: int, kinds: dict[str, tuple[dict[str, Any],
     """Each kind against one process; and one run that goes on from process to FSDP to DDP to one process."""
     train(config(folder / "one", steps=5, **ONE))
     first, *others = launch(run_kinds, folder, kinds, ranks=ranks, timeout=400)
+    # Kernels of a GPU sum otherwise for other shapes of a batch, and a run of many steps makes more of it.
+    least = 1e-4 if harness.device_type == "cuda" else 0.0
     for other in others:
         assert other == first
     for name, (changes, near) in kinds.items():
         train(config(folder / "alone" / name, **{**changes, "parallel": "none"}))
         assert first[name][0] == 20, first[name]
-        assert_same_run(folder / name, folder / "alone" / name, near)
+        assert_same_run(folder / name, folder / "alone" / name, max(near, least))
     assert first["nan"][2] == 1
     assert all(value.isfinite().all() for value in final_weights(folder / "nan").values())
     train(config(folder / "one", resume=True, **ONE))
     train(config(folder / "straight", **ONE))
-    assert_same_run(folder / "one", folder / "straight", 1e-6)
+    assert_same_run(folder / "one", folder / "straight", max(1e-6, least))
 
 
+@pytest.mark.usefixtures("ranks_device")
 def test_sharded_and_shared_models_have_the_losses_of_one_process(tmp_path: Path) -> None:
     check_kinds(tmp_path, 2, KINDS)
 

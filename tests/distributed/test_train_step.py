@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusestep import TrainStep
 from fusestep.graph import ranks
 from fusestep.optim import FusedAdam
-from harness import run_ranks
+from harness import placed, run_ranks
 
 STEPS, ROWS = 4, 8
 
@@ -24,10 +24,10 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
-        (torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)) for _ in range(STEPS)
+        (torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)) for _ in range(steps)
     ]
 
 
@@ -35,11 +35,13 @@ def square_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Te
     return nn.functional.mse_loss(model(x), y)
 
 
-def losses(model: nn.Module, rank: int, count: int, accumulate: int) -> tuple[list[float], str | None, float]:
+def losses(
+    model: nn.Module, rank: int, count: int, accumulate: int, steps: int = STEPS
+) -> tuple[list[float], str | None, float]:
     optimizer = FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=0.5)
     step = TrainStep(model, square_error, optimizer, accumulate=accumulate)
     found = []
-    for x, y in batches():
+    for x, y in batches(steps):
         # By micro-batches, so that ranks together have those of one process.
         parts = [torch.cat([one.chunk(count)[rank] for one in whole.chunk(accumulate)]) for whole in (x, y)]
         found.append(float(step(*parts)))
@@ -84,3 +86,28 @@ def test_ranks_take_the_steps_of_one_process_and_say_why_they_are_not_captured()
     over_gloo = "the ranks reduce gradients over gloo, whose collectives are work of the host; make the process group"
     assert all(one.startswith(over_gloo) for one in first["obstacle"][:2])
     assert first["obstacle"][2] is None
+
+
+def replay_on(rank: int, steps: int) -> dict[str, Any]:
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        replicated = DistributedDataParallel(model_of(), device_ids=[rank])
+    torch.cuda.current_stream().wait_stream(aside)
+    sharded = fully_shard(model_of(), mesh=init_device_mesh("cuda", (2,)))
+    return {"ddp": losses(replicated, rank, 2, 1, steps), "fsdp": losses(sharded, rank, 2, 1, steps)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks_device", ["cuda"], indirect=True)
+@pytest.mark.usefixtures("ranks_device")
+def test_ranks_on_gpus_replay_the_steps_of_one_process() -> None:
+    """DistributedDataParallel is captured after eleven steps, fully_shard after three."""
+    first, second = run_ranks(replay_on, 2, 16)
+    with placed():
+        expected, fallback, norm = losses(model_of(), 0, 1, 1, 16)
+    assert fallback is None
+    for kind in ("ddp", "fsdp"):
+        both = [(a + b) / 2 for a, b in zip(first[kind][0], second[kind][0], strict=True)]
+        assert both == pytest.approx(expected, rel=1e-5)
+        assert first[kind][1] is None
+        assert first[kind][2] == pytest.approx(norm, rel=1e-4)
