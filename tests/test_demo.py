@@ -170,8 +170,8 @@ def test_bare_make_lists_every_target() -> None:
 def test_ci_calls_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     script = (ROOT / ".ci" / "run").read_text()
-    lists = re.findall(r"^ *for target in (.*); do$|^make --no-print-directory(?: --jobs=2)? (.*)$", script, re.MULTILINE)
-    called = {target for pair in lists for target in " ".join(pair).split()}
+    calls = r"^ *for target in (.*); do$|^make --no-print-directory(?: --jobs=2)? (.*)$"
+    called = {target for pair in re.findall(calls, script, re.MULTILINE) for target in " ".join(pair).split()}
     assert called == {"setup", "lint", "types", "test", "check-wheel", "check-kernels", "check-triton36"}
     assert called <= targets
 
