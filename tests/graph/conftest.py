@@ -124,6 +124,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     )
     monkeypatch.setattr(train_step.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
     monkeypatch.setattr(TrainStep, "_prepare", prepare)
+    monkeypatch.setattr(TrainStep, "_prepare_optimizer", lambda step: None)
     monkeypatch.setattr(TrainStep, "_eager", eager)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     return stand

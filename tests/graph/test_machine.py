@@ -6,7 +6,9 @@ What only CUDA can show is in test_train_step.py.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -206,9 +208,23 @@ def test_what_changes_is_captured_anew(stand: Any, change: str) -> None:
 def test_what_was_replaced_is_not_kept_alive(stand: Any) -> None:
     step, twin = pair()
     take(step, twin, data(5))
-    assert step._baked._known
+    replaced = weakref.ref(step.model[1])  # type: ignore[index]
+    step.model[1] = nn.Tanh()  # type: ignore[index, operator]
     step.reset()
-    assert not step._baked._known
+    gc.collect()
+    assert replaced() is None
+
+
+def test_a_step_that_nobody_holds_is_gone_at_once() -> None:
+    step, twin = pair()
+    take(step, twin, data(2))
+    gone = weakref.ref(step)
+    gc.disable()
+    try:
+        del step
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_kind_of_batch_that_was_not_used_for_longest_makes_room_which_is_told_once(

@@ -5,14 +5,18 @@ All of it is compared before each replay, at the host's expense: identity where 
 
 from __future__ import annotations
 
-from operator import is_
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter, is_, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fusestep.distributed.groups import local_of
-from fusestep.fp8.held import Copies, Part, part_of
+from fusestep.distributed.groups import any_dtensor, local_of
+from fusestep.fp8.held import Copies, Part, part_of, revision
 from fusestep.fp8.settled import Versions, holding, unwritten, versions
 from fusestep.fp8.state import Slots
 from fusestep.nn.fp8_module import FP8Module
@@ -23,19 +27,49 @@ if TYPE_CHECKING:
 #: Copies of weights in FP8 or in 16 bits, by the weight.
 Held = dict[nn.Parameter, Part[Copies]]
 
+#: Types of the attributes of modules that are compared.
+PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class _Attributes(NamedTuple):
+    """Plain attributes of a module: their names, what reads them all at once, and what it read."""
+
+    names: tuple[str, ...]
+    read: itemgetter[Any]
+    values: tuple[Any, ...]
+
 
 class Baked:
     """What the graphs of a step hold."""
 
     def __init__(self, step: TrainStep) -> None:
-        self._step = step
+        self._owner = weakref.ref(step)  # a cycle would keep the graphs' memory until Python looks for cycles
+        #: Names of attributes that modules write themselves as they run, such as counts: no graph reads them.
+        self._written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.forget()
+
+    @property
+    def _step(self) -> TrainStep:
+        step = self._owner()
+        assert step is not None
+        return step
 
     def forget(self) -> None:
         """Hold nothing, as there are no graphs."""
-        self._known: list[Any] = []
-        self._options: list[Any] = []
+        self._modules: list[nn.Module] = []
+        self._casting: list[FP8Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._buffers: list[Tensor] = []
+        self._attributes: list[_Attributes] = []
+        self._objects: list[list[Any]] = []
+        self._values: list[Any] = []
+        self._options: list[dict[str, Any]] = []
         self._rates: list[Any] = []
+        self._copies: list[Copies | None] = []
+        self._revision = -1
         self._relied_on: Held = {}
         self._watched: Versions = {}
         self._tables: Versions = {}
@@ -43,15 +77,63 @@ class Baked:
 
     def remember(self) -> None:
         """The first graph was captured: from now on everything stays as it is."""
-        self._known, self._options = self._identities(), self._numbers()
+        model = self._step.model
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+        self._buffers = list(model.buffers())
+        self._casting = [module for module in self._modules if isinstance(module, FP8Module)]
+        self._attributes = [self._attributes_of(module) for module in self._modules]
+        self._objects = [objects for _, objects in self._found_objects()]
+        self._values = [values for _, values in self._found_values()]
+        self._options = self._found_options()
         self._rates = [group.get("lr") for group in self._step.optimizer.param_groups]
+        self._copies, self._revision = self._found_copies(), revision()
 
-    def has_changed(self) -> bool:
-        """Whether anything did that graphs hold; a learning rate that is a number goes to where they read it."""
+    def has_changed(self) -> str | None:
+        """What changed that graphs hold, in words; a learning rate that is a number goes to where they read it."""
         self._keep_learning_rates()
-        found = self._identities()
-        is_same = len(found) == len(self._known) and all(map(is_, found, self._known))
-        return not is_same or self._numbers() != self._options or self._has_lost_a_scale()
+        for (what, found), known in zip(self._found_objects(), self._objects, strict=True):
+            if len(found) != len(known) or not all(map(is_, found, known)):
+                return what
+        for module, (names, read, values) in zip(self._modules, self._attributes, strict=True):
+            if not names:
+                continue
+            try:
+                found_values = read(module.__dict__)
+            except KeyError as error:
+                return f"the attribute {error} of {type(module).__name__}"
+            if found_values != values:
+                pairs = zip(names, found_values, values, strict=True)
+                changed = next(name for name, new, old in pairs if new is not old and new != old)
+                return f"the attribute {changed!r} of {type(module).__name__}"
+        for (what, found), known in zip(self._found_values(), self._values, strict=True):
+            if found != known:
+                return what
+        groups = self._found_options()
+        if len(groups) != len(self._options):
+            return "the optimizer's groups"
+        for number, (options, before) in enumerate(zip(groups, self._options, strict=True)):
+            if options != before:
+                name = [*(options.keys() ^ before.keys()), *(n for n in options if options[n] != before.get(n))][0]
+                return f"the option {name!r} in group {number} of {type(self._step.optimizer).__name__}"
+        if self._revision != revision():
+            if not all(map(is_, self._found_copies(), self._copies)):
+                return "what the optimizer has to copy of the weights"
+            self._revision = revision()
+        return "a scale of FP8, which is gone" if self._has_lost_a_scale() else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a run of the step's Python: what modules write in their plain attributes meanwhile is their own."""
+        before = [(module, _plain(module)) for module in self._step.model.modules()]
+        try:
+            yield
+        finally:
+            for module, values in before:
+                found = _plain(module)
+                written = {name for name in found if name in values and found[name] != values[name]}
+                if written:
+                    self._written.setdefault(module, set()).update(written)
+            self._attributes = [self._attributes_of(module) for module in self._modules]
 
     def current_copies(self) -> Held:
         """The copies of weights that a capture of now would read."""
@@ -77,11 +159,15 @@ class Baked:
         return [parameter for parameter, part in self._relied_on.items() if not part.is_current(parameter)]
 
     def _keep_learning_rates(self) -> None:
-        """A number that someone put in the place of the tensor which the graph reads goes into that tensor."""
+        """A number that someone put in the place of the tensor which the graph reads goes into that tensor.
+
+        Unless several groups read the same one: they may be given different numbers, and that is a change.
+        """
+        readers = Counter(map(id, self._rates))
         for group, rate in zip(self._step.optimizer.param_groups, self._rates, strict=False):
             given = group.get("lr")
-            if isinstance(rate, Tensor) and given is not rate:
-                rate.copy_(torch.as_tensor(given), non_blocking=True)
+            if isinstance(rate, Tensor) and given is not rate and readers[id(rate)] == 1:
+                rate.copy_(torch.as_tensor(given).reshape(rate.shape), non_blocking=True)
                 group["lr"] = rate
 
     def _has_lost_a_scale(self) -> bool:
@@ -96,48 +182,104 @@ class Baked:
         modules = self._step.model.modules()
         return [m.fp8_state for m in modules if isinstance(m, FP8Module) and m.fp8_state is not None]
 
-    def _identities(self) -> list[Any]:
-        """Objects that must still be the same ones."""
+    def _found_objects(self) -> Iterator[tuple[str, list[Any]]]:
+        """Objects that must still be the same ones, and what they are in words."""
         step = self._step
-        found: list[Any] = [step.model, step.loss_fn, step.optimizer, step.scaler, step.before, step.fp8_recipe]
-        for module in step.model.modules():
-            found.append(module)
-            found += module._parameters.values()
-            found += module._buffers.values()
-            found += module._forward_hooks.values()
-            found += module._forward_pre_hooks.values()
-            found += module._backward_hooks.values()
-            found += module._backward_pre_hooks.values()
-            found.append(module.training)
+        scaler: Any = step.scaler
+        built: list[Any] = [step.model, step.loss_fn, step.optimizer, scaler, step.before, step.fp8_recipe]
+        yield "what the step was built from", built
+        modules: list[Any] = []
+        for module in self._modules:
+            modules += module._modules.values()
+        yield "the modules", modules
+        tensors: list[Any] = []
+        for module in self._modules:
+            tensors += module._parameters.values()
+            tensors += module._buffers.values()
+        yield "a parameter or a buffer", tensors
+        hooks: list[Any] = []
+        for module in self._modules:
+            for name in _HOOKS:
+                hooks += getattr(module, name).values()
+        for parameter in self._parameters:
+            hooks += (parameter._backward_hooks or {}).values()
+            hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+        for name in _STEP_HOOKS:
+            hooks += getattr(step.optimizer, name, {}).values()
+        yield "a hook", hooks
+        states: list[Any] = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
         for state in step.optimizer.state.values():
-            found += state.values()
+            states += state.values() if isinstance(state, dict) else (state,)
+        yield "the optimizer's state", states
+        grouped: list[Any] = []
         for group in step.optimizer.param_groups:
-            found += group["params"]
-        return found
+            grouped += group["params"]
+        yield "the optimizer's parameters", grouped
 
-    def _numbers(self) -> list[Any]:
-        """Values that must still be equal: where parameters lie and whether they are trained, the options."""
-        model, optimizer = self._step.model, self._step.optimizer
-        found: list[Any] = [self._step.autocast, self._step.accumulate]
-        found += [(local_of(p).data_ptr(), p.requires_grad) for p in model.parameters()]
-        found += [b.data_ptr() for b in model.buffers()]
-        found += [state.number for state in self._states()]
-        for group in optimizer.param_groups:
-            found.append([(name, value) for name, value in group.items() if name not in ("params", "lr")])
+    def _found_values(self) -> Iterator[tuple[str, Any]]:
+        """Values that must still be equal, and what they are in words."""
+        step = self._step
+        scaler: Any = step.scaler
+        scaling: Any = None
+        if scaler is not None and scaler.is_enabled():
+            scaling = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        yield "what the step was built from", (step.autocast, step.accumulate, scaling)
+        parameters: list[Any] = self._parameters
+        yield "which parameters are trained", list(map(_requires_grad, parameters))
+        if any_dtensor(parameters):
+            parameters = list(map(local_of, parameters))
+        places = [*map(Tensor.data_ptr, parameters), *map(Tensor.data_ptr, self._buffers)]
+        yield "where a parameter or a buffer lies", places
+        states = [module.fp8_state for module in self._casting]
+        yield "the state of FP8", [None if state is None else state.number for state in states]
+
+    def _found_options(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups, a learning rate on the device by its address."""
+        found = []
+        for group in self._step.optimizer.param_groups:
+            options = {name: _told(value) for name, value in group.items() if name not in ("params", "lr")}
             rate = group.get("lr")
-            found.append(rate.data_ptr() if isinstance(rate, Tensor) else rate)
+            options["lr"] = rate.data_ptr() if isinstance(rate, Tensor) and rate.device.type != "cpu" else _told(rate)
+            found.append(options)
         return found
 
+    def _found_copies(self) -> list[Copies | None]:
+        """The copies that the optimizer writes with each parameter."""
+        return [None if part is None else part.copies for part in map(part_of, self._parameters)]
 
-def host_values(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[tuple[Any, str], Any]:
-    """What an optimizer keeps elsewhere than on the device: a graph would hold it as it is at the capture."""
-    found: dict[tuple[Any, str], Any] = {}
-    owners: list[tuple[Any, dict[str, Any]]] = [*enumerate(optimizer.param_groups)]
-    owners += [(id(parameter), state) for parameter, state in optimizer.state.items() if isinstance(state, dict)]
-    for owner, values in owners:
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.device != device:
-                found[owner, name] = value.item() if value.numel() == 1 else (id(value), value._version)
-            elif isinstance(value, (int, float)):
-                found[owner, name] = value
-    return found
+    def _attributes_of(self, module: nn.Module) -> _Attributes:
+        written = self._written.get(module, ())
+        names = tuple(name for name in _plain(module) if name not in written)
+        if not names:
+            return _Attributes((), itemgetter(0), ())
+        names = (names[0], *names)  # of one name itemgetter would make no tuple
+        read = itemgetter(*names)
+        return _Attributes(names, read, read(module.__dict__))
+
+
+class _Same:
+    """Equal to what holds the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The public attributes of a module that are plain values, `training` among them."""
+    return {name: value for name, value in vars(module).items() if type(value) in PLAIN and not name.startswith("_")}
+
+
+def _told(value: Any) -> Any:
+    """What tells one option from another: tensors by what the host can read of them, or by which they are."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else _Same(value)
+    return tuple(map(_told, value)) if isinstance(value, (tuple, list)) else value

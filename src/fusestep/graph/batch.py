@@ -17,20 +17,24 @@ class Batch:
 
     Args:
         arguments: tensors, plain values, and containers of them.
-    Raises: UserError for values that cannot be compared from batch to batch.
+    Raises: UserError for values that cannot be compared from batch to batch, and for tensors with a history.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self._leaves, self._form = tree_flatten(arguments)
         for leaf in self._leaves:
-            try:
-                hash(leaf)
-            except TypeError:
+            if isinstance(leaf, Tensor):
+                if leaf.grad_fn is not None:
+                    raise UserError(
+                        f"TrainStep: a batch has a tensor of shape {tuple(leaf.shape)} that was computed from others "
+                        "with gradients, which would end at the batch; compute it in loss_fn, or pass its detach()."
+                    )
+            elif not _is_comparable(leaf):
                 raise UserError(
                     f"TrainStep: a batch holds a {type(leaf).__name__}, which is neither a tensor nor a plain value; "
                     "pass tensors, numbers and strings, or dicts, lists and tuples of them (dict(batch) makes one of a "
                     "mapping)."
-                ) from None
+                )
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -52,11 +56,25 @@ class Batch:
         return self._of([next(places) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
 
     def on(self, device: torch.device) -> Batch:
-        """The batch with its tensors on a device."""
-        return self.with_tensors([tensor.to(device, non_blocking=True) for tensor in self.tensors])
+        """The batch with its tensors on a device; they are leaves of their own, whose gradients nobody sees."""
+        return self.with_tensors(
+            tensor.detach().to(device, non_blocking=True).requires_grad_(tensor.requires_grad)
+            for tensor in self.tensors
+        )
+
+    def unfit(self) -> str | None:
+        """Why a graph cannot be fed such batches, or None."""
+        for tensor in self.tensors:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                return (
+                    f"a batch has a {layout} tensor, whose parts lie elsewhere each time; pass dense tensors, such as "
+                    "the parts of it"
+                )
+        return None
 
     def parts(self, count: int) -> Sequence[Batch]:
-        """So many micro-batches, cut along dimension 0; other values than tensors go to each.
+        """So many micro-batches, cut along dimension 0; what has none, and other values than tensors, go to each.
 
         Raises: UserError where the number does not divide a tensor.
         """
@@ -64,12 +82,12 @@ class Batch:
             return [self]
         tensors = self.tensors
         for tensor in tensors:
-            if not tensor.dim() or tensor.shape[0] % count:
+            if tensor.dim() and tensor.shape[0] % count:
                 raise UserError(
                     f"TrainStep: a batch has a tensor of shape {tuple(tensor.shape)}, which {count} micro-batches do "
                     "not divide; pass batches whose dimension 0 is a multiple of accumulate."
                 )
-        cut = [tensor.chunk(count) for tensor in tensors]
+        cut = [tensor.chunk(count) if tensor.dim() else (tensor,) * count for tensor in tensors]
         return [self.with_tensors(part[number] for part in cut) for number in range(count)]
 
     def _of(self, leaves: list[Any]) -> Batch:
@@ -78,7 +96,17 @@ class Batch:
         return other
 
 
+def _is_comparable(leaf: Any) -> bool:
+    """Whether equality says that a value is the same in two batches: not of an object that holds tensors."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return not any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
+
+
 def _kind(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf  # 1 and True are equal
-    return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else leaf.layout
+    strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+    return leaf.shape, leaf.dtype, strides, leaf.requires_grad

@@ -8,13 +8,14 @@ holds all launches of a step and starts them at once. What has to be right for t
    memory behind that the graph could have had (segments.py).
 2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
    on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
-3. What the graph has baked in is compared before each replay: modules and their training flags, parameters and buffers
-   (which, where, trained or not), the optimizer's options and state, and that slots of FP8 which had a scale at the
-   capture still have one (fp8/settled.py): their casts were captured without the pass that looks for an amax. Where it
-   changed, the graphs are dropped and the step warms up and captures anew. A learning rate may change freely: it lies
-   on the device.
-4. Where a graph cannot be had (no GPU, an optimizer that waits for the device, code of the user's that does) the same
-   step runs one launch at a time, which is announced with the reason.
+3. What the graph has baked in is compared before each replay (baked.py): modules, their plain attributes and hooks,
+   parameters and buffers (which, where, trained or not), the optimizer's options and state, and that slots of FP8 which
+   had a scale at the capture still have one (fp8/settled.py): their casts were captured without the pass that looks for
+   an amax. Where it changed, the graphs are dropped and the step warms up and captures anew. A learning rate may change
+   freely: it lies on the device.
+4. Where a graph cannot be had (no GPU, an optimizer that waits for the device, code of the user's that does, something
+   that changes in each step on the host, watch.py) the same step runs one launch at a time, which is announced with the
+   reason.
 
 Graphs of several batch shapes share one pool of memory, since one replays at a time.
 
@@ -27,12 +28,11 @@ import gc
 import inspect
 import logging
 import time
-import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +43,10 @@ from fusestep.errors import UserError
 from fusestep.fp8.context import fp8_autocast
 from fusestep.fp8.recipes import Recipe
 from fusestep.graph import ranks, segments
-from fusestep.graph.baked import Baked, host_values
+from fusestep.graph.baked import Baked
 from fusestep.graph.batch import Batch
 from fusestep.graph.recovery import recovered_capture
+from fusestep.graph.watch import HostState, Places, waits
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops import settled_slots
 from fusestep.optim.base import FusedOptimizer
@@ -54,6 +55,13 @@ logger = logging.getLogger("fusestep")
 
 #: Steps that run one launch at a time before a shape's first capture, and before one after something had changed.
 WARM_UP, WARM_UP_AGAIN = 3, 1
+
+#: Graphs that were dropped after fewer replays than these, so many times in a row, are not worth their captures.
+FEWEST_REPLAYS, MOST_DROPS = 3, 3
+
+#: Optimizers whose last step was captured. They keep the tables of their last step for a graph, so that each capture
+#: follows a step outside of any, whoever's it was.
+_captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,8 @@ class TrainStep:
         model: lies on one device. Where several ranks train it together, DistributedDataParallel(model), or a model
             that fully_shard or parallelize_module has changed; each rank then has a TrainStep, with its own part of
             each batch, and the loss is of that part.
-            Attributes of its modules that are plain values, such as a dropout's p, are part of the graph: after
-            changing one call `reset()`. So are hooks on parameters.
+            Attributes of its modules that are plain values, such as a dropout's p, are part of the graph and are
+            compared; those of other kinds, such as a list, are not: after changing one call `reset()`.
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
             must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
             no graph can hold. In replays no Python runs, neither it nor hooks.
@@ -106,8 +114,8 @@ class TrainStep:
         fp8_recipe: of fusestep.fp8.fp8_autocast around loss_fn, None for none. loss_fn may have regions of its own.
         scaler: a torch.amp.GradScaler. One that is enabled needs an optimizer which unscales by itself, as
             those of fusestep.optim do.
-        accumulate: micro-batches a step. The tensors of a batch are cut along dimension 0 into as many parts, the loss
-            is the mean of theirs.
+        accumulate: micro-batches a step. The tensors of a batch are cut along dimension 0 into as many parts (those
+            without dimensions go to each), the loss is the mean of theirs.
         before: called first in each step, as part of the graph, for example to write a learning rate that follows
             `optimizer.applied_steps` on the device.
         max_graphs: batch shapes whose graphs are kept; the one that was not used for longest makes room.
@@ -157,7 +165,8 @@ class TrainStep:
         self.device = _device_of(model)
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
         self._baked = Baked(self)
-        self._last_was_captured = False
+        self._replays = 0  # of the graphs there are
+        self._drops = 0  # of graphs that hardly replayed, in a row
         self._has_made_room = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -175,20 +184,23 @@ class TrainStep:
                 host (pinned ones are copied without waiting) or on the model's device; anything else must be hashable
                 and is part of the graph.
         Returns: the loss, 0-d, on the model's device, without a gradient.
-        Raises: UserError for a loss of several elements, batches that cannot be cut into micro-batches, gradients that
-            are there already. Where loss_fn raises nothing is stepped, and no gradient stays.
+        Raises: UserError for a loss of several elements, batches that cannot be cut into micro-batches or come with a
+            history, gradients that are there already. Where loss_fn raises nothing is stepped, and no gradient stays.
         """
         given = Batch(batch)
         self._check_gradients()
         if not self._is_wanted or self.fallback is not None:
             return self._eager(given.on(self.device))
-        if self._has_graphs() and self._baked.has_changed():
-            self._capture_anew()
+        if (unfit := given.unfit()) is not None:
+            self._fall_back(unfit)
+            return self._eager(given.on(self.device))
+        what = self._baked.has_changed() if self._has_graphs() else None
+        if what is not None and not self._may_capture_anew(what):
+            return self._eager(given.on(self.device))
         shape = self._shape_of(given)
-        # An optimizer keeps the tables of its last step for a graph: each capture follows a step outside of any.
-        is_due = shape.graph is None and self._last_was_captured
+        is_due = shape.graph is None and self.optimizer in _captured
         if shape.warm_up > 0 or is_due or self._has_stale_copies():
-            self._last_was_captured = False
+            _captured.discard(self.optimizer)
             is_last = shape.warm_up <= 1 and shape.graph is None
             loss = (self._watched if is_last else self._aside)(given.on(self.device))
             shape.warm_up = max(shape.warm_up - 1, 0)
@@ -199,11 +211,14 @@ class TrainStep:
                 return self._eager(given.on(self.device))
             if is_first:
                 self._baked.remember()
-        for static, part in zip(shape.inputs, given.tensors, strict=True):
-            static.copy_(part, non_blocking=True)
+        with torch.no_grad():  # loss_fn may have them require gradients
+            for static, part in zip(shape.inputs, given.tensors, strict=True):
+                static.copy_(part, non_blocking=True)
         assert shape.graph is not None
         assert shape.loss is not None
         shape.graph.replay()
+        self._replays += 1
+        torch.clear_autocast_cache()
         return shape.loss.clone()
 
     def reset(self) -> None:
@@ -215,16 +230,20 @@ class TrainStep:
     # One step
 
     def _check_gradients(self) -> None:
-        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in parameters):
             raise UserError(
                 "TrainStep: parameters of the optimizer have gradients from before, to which a step does not add; call "
                 "optimizer.zero_grad() first."
             )
 
     def _eager(self, batch: Batch) -> Tensor:
+        # Within a region of torch.autocast that is the caller's, casts of weights would stay as they are for all steps.
+        torch.clear_autocast_cache()
         try:
             return self._step(batch)
         finally:
+            torch.clear_autocast_cache()
             # Also where loss_fn raised: the next step must not add to what is half a gradient.
             self.optimizer.zero_grad()
             self.model.zero_grad()  # and what the optimizer does not have; nor do all optimizers write None
@@ -293,19 +312,27 @@ class TrainStep:
             reason = hardware.cuda_support().reason
         elif (why := ranks.obstacle(self.model)) is not None:
             reason = why
-        elif isinstance(self.optimizer, FusedOptimizer):
-            self.optimizer.capturable = True
-            for group in (self.optimizer.defaults, *self.optimizer.param_groups):
-                group["capturable"] = True
-        elif not all(group.get("capturable", True) for group in self.optimizer.param_groups):
-            reason = f"{type(self.optimizer).__name__} was built with capturable=False; pass capturable=True"
+        else:
+            reason = self._prepare_optimizer()
         if reason is not None:
             self._fall_back(reason)
             return
-        for group in self.optimizer.param_groups:
-            if "capturable" in group and not isinstance(group["lr"], Tensor):  # the graph reads it where it lies
-                group["lr"] = torch.full((), float(group["lr"]), device=self.device)
         self._stream, self._optimizer_stream = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def _prepare_optimizer(self) -> str | None:
+        """Have the optimizer keep on the device what a graph reads; or say why it cannot."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.capturable = True
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group["capturable"] = True
+        elif not all(group.get("capturable", True) for group in optimizer.param_groups):
+            return f"{type(optimizer).__name__} was built with capturable=False; pass capturable=True"
+        for group in optimizer.param_groups:
+            lr = group.get("lr")
+            if "capturable" in group and not (isinstance(lr, Tensor) and lr.device == self.device):
+                group["lr"] = torch.full((), float(group["lr"]), device=self.device)
+        return None
 
     def _fall_back(self, reason: str) -> None:
         self.reset()
@@ -320,7 +347,7 @@ class TrainStep:
         segments.release()
         self._is_aside = True
         try:
-            with segments.apart(self._stream, self.device):
+            with segments.apart(self._stream, self.device), self._baked.running():
                 loss = self._eager(batch)
         finally:
             self._is_aside = False
@@ -343,70 +370,54 @@ class TrainStep:
         A capture that fails leaves torch's random numbers in a state that they have to be brought out of.
         """
         self._baked.watch_slots()
-        before = host_values(self.optimizer, self.device)
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                loss = self._aside(batch)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        waits = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
-        for one in seen:
-            if one not in waits and "debug mode is a prototype" not in str(one.message):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, source=one.source)
-        if waits:
-            where = f"{Path(waits[0].filename).name}, line {waits[0].lineno}"
+        host = HostState(self.model, self.optimizer, self.device)
+        with waits() as found:
+            loss = self._aside(batch)
+        if found:
             self._fall_back(
-                f"{where} makes the host wait for the device, which no graph can hold; keep loss_fn and the optimizer "
-                "from looking at values (.item(), .cpu(), an if on a tensor), or pass capture=False"
+                f"{found[0]} makes the host wait for the device, which no graph can hold; keep loss_fn and the "
+                "optimizer from looking at values (.item(), .cpu(), an if on a tensor), or pass capture=False"
             )
-            return loss
-        after = host_values(self.optimizer, self.device)
-        kept = sorted({key[1] for key in before.keys() & after.keys() if before[key] != after[key]})
-        if kept:
-            self._fall_back(
-                f"it changes {', '.join(map(repr, kept))} of {type(self.optimizer).__name__} on the host, which a "
-                "graph would keep as it is today; write to tensors on the device, as the optimizers of fusestep.optim "
-                "do and torch's with capturable=True"
-            )
+        elif (kept := host.changed()) is not None:
+            self._fall_back(kept)
         return loss
 
     def _capture(self, shape: _Shape, batch: Batch) -> bool:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         segments.release()
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        inputs = [part.detach().clone() for part in batch.tensors]
+        inputs = [part.detach().clone().requires_grad_(part.requires_grad) for part in batch.tensors]
         copies, settled = self._baked.current_copies(), self._baked.settled_slots()
         self.model.zero_grad()  # a graph that adds to gradients of before would write where they were for ever
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, places = torch.cuda.CUDAGraph(), Places(self.model, self.optimizer)
         failure: BaseException | None = None
         # thread_local: a loader's thread that pins memory meanwhile is no part of this.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            with recovered_capture(self.device), settled_slots.settled(settled), capture:
+            with recovered_capture(self.device), settled_slots.settled(settled), self._baked.running(), capture:
                 try:
                     loss = self._eager(batch.with_tensors(inputs))
                 except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
                     failure = error
         except RuntimeError as error:  # what is broken within a capture breaks its end too, which says less
             failure = error if failure is None else failure
-        reason: str | None = None
+        reason = None if failure is not None else places.replaced()
+        if failure is not None or reason is not None:
+            places.put_back()  # what a capture made holds nothing
         if failure is not None:
             # An interrupt, or a fault of loss_fn's, is not the capture's.
             if not isinstance(failure, (RuntimeError, UserError)):
                 self._pool = None  # graphs that there are keep theirs
                 raise failure
-            reason = hardware.first_line(failure)
+            reason = f"the step cannot be captured ({hardware.first_line(failure)})"
             failure = None
         if reason is not None:
             gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
-            self._fall_back(f"the step cannot be captured ({reason})")
+            self._fall_back(reason)
             return False
-        self._last_was_captured = True
+        _captured.add(self.optimizer)
         self._baked.rely_on(copies, settled)
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
@@ -425,14 +436,26 @@ class TrainStep:
     def _has_graphs(self) -> bool:
         return any(shape.graph is not None for shape in self._shapes.values())
 
-    def _capture_anew(self) -> None:
-        """Something changed that graphs hold: drop them."""
-        logger.info("TrainStep: the model or the optimizer changed, so the step is captured anew")
+    def _may_capture_anew(self, what: str) -> bool:
+        """Something changed that graphs hold, `what` in words: drop them; False, announced, where it keeps changing."""
+        self._drops = self._drops + 1 if self._replays < FEWEST_REPLAYS else 0
+        self._replays = 0
+        reason = self._prepare_optimizer()
+        if reason is None and self._drops >= MOST_DROPS:
+            reason = (
+                f"{what} keeps changing, which a graph would keep as it was; leave it alone (a schedule that moves "
+                "betas takes cycle_momentum=False), or keep it in a tensor on the device that is written in place"
+            )
+        if reason is not None:
+            self._fall_back(reason)
+            return False
+        logger.info("TrainStep: %s changed, so the step is captured anew", what)
         for shape in self._shapes.values():
             shape.graph = shape.loss = None
             shape.warm_up = WARM_UP_AGAIN
         self._baked.forget()
         self._pool = None
+        return True
 
     def _has_stale_copies(self) -> bool:
         """Whether weights that a graph reads as copies, in FP8 or in 16 bits, are not what the copies are of.
@@ -442,7 +465,7 @@ class TrainStep:
         """
         stale = self._baked.stale_copies()
         if not all(parameter.requires_grad for parameter in stale):
-            self._capture_anew()
+            self._may_capture_anew("a frozen weight")
         return bool(stale)
 
 
