@@ -10,8 +10,8 @@
 - What is sent: `sent_ms` is the time of NCCL's kernels in a profile of a step, which includes waiting for each other.
   `exposed_ms` is what a step takes longer than the same work of a rank with nothing sent: with whole weights, by
   itself, on all ranks at once. Ranks that share products have no such counterpart.
-- Plain PyTorch (`compiled`): DDP under autocast and FSDP2 in bf16, with torch.compile and torch's fused AdamW, the norm
-  clipped.
+- Plain PyTorch (`compiled`, weak alone): DDP under autocast and FSDP2 in bf16, with torch.compile and torch's fused
+  AdamW, the norm clipped.
 - Losses and the gradient's norm are compared with those of one rank on all of the same sequences; what differs fails.
 - Beside each step stands what `fusestep plan` says of it.
 
@@ -150,11 +150,10 @@ class Case:
 
 
 def cases(name: str) -> list[Case]:
-    """Of a model: one rank first, which others are compared with, then plain PyTorch, then ours."""
+    """Of a model: one rank first, which others are compared with, then plain PyTorch (weak alone), then ours."""
     first = [(precision, ONE, "graph", kind) for precision in PRECISIONS for kind in KINDS]
-    rest: list[tuple[str, str, str, str]] = []
+    rest = [("bf16", path, "compiled", "weak") for path in (DDP, FSDP)]
     for kind in KINDS:
-        rest += [("bf16", path, "compiled", kind) for path in (DDP, FSDP)]
         rest += [(precision, path, mode, kind) for path in PATHS for precision in PRECISIONS for mode in MODES]
     model = MODELS[name]
     return [
