@@ -17,6 +17,7 @@ from rich.console import Console
 from fusestep.errors import UserError
 from fusestep.ladder import Ladder, LadderConfig, beside, contenders, ladder, page, profiling, report, table
 from fusestep.ladder.contenders import contenders_of_peer, native, native_names, peer_names
+from fusestep.ladder.crowd import Asked
 from fusestep.ladder.gate import check
 from fusestep.ladder.plan import plan
 from fusestep.ladder.processes import Reply
@@ -88,10 +89,11 @@ class Answers:
     def __init__(self, *failing: str) -> None:
         self.failing, self.asked = failing, []  # type: ignore[var-annotated]
 
-    def ask(self, request: Any, _name: str, key: str, _text: str, limit_s: float | None = None) -> Reply:
-        assert limit_s == contenders.LIMIT_S
-        self.asked.append((key, request.recipe.compiled, request.recipe.graph))
-        if any(getattr(request.recipe, one) for one in self.failing):
+    def ask(self, asked: Asked, _text: str) -> Reply:
+        assert asked.limit_s == contenders.LIMIT_S
+        recipe = asked.request.recipe
+        self.asked.append((asked.key, recipe.compiled, recipe.graph))
+        if any(getattr(recipe, one) for one in self.failing):
             return Reply(failed="it cannot.", log="a log")
         return Reply(done=DONE)
 

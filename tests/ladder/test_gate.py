@@ -36,6 +36,13 @@ def test_three_times_the_noise_of_reordered_sums_is_allowed() -> None:
     assert not judge(scaled(0.9969), BASELINE, reordered, "fp32").passed
 
 
+def test_where_the_noise_is_not_known_the_tolerance_alone_counts_and_only_a_finite_failure_asks_for_it() -> None:
+    within, beyond = (judge(scaled(factor), BASELINE, None, "fp32") for factor in (1.0004, 1.001))
+    assert (within.passed, within.noise, within.tolerance, within.is_settled) == (True, None, 0.0005, True)
+    assert (beyond.passed, beyond.tolerance, beyond.is_settled) == (False, 0.0005, False)
+    assert judge([*BASELINE[:-1], math.nan], BASELINE, None, "fp32").is_settled
+
+
 def test_a_loss_that_is_not_finite_fails_and_says_at_which_step() -> None:
     for bad in (math.nan, math.inf):
         curve = [*BASELINE[:6], bad, *BASELINE[7:]]

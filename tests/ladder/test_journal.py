@@ -18,9 +18,9 @@ from fusestep.ladder.ceilings import Ceilings
 from fusestep.ladder.memory import Peak
 from fusestep.ladder.plan import plan
 from fusestep.ladder.processes import Reply
+from fusestep.ladder.request import Request
 from fusestep.ladder.rungs import RUNGS
 from fusestep.ladder.timing import Timing
-from fusestep.ladder.worker import Request
 
 CONFIG = LadderConfig(
     preset="tiny", rungs="adam,fused-adam,amp", rounds=3, steps=12, gate_steps=10, device="cpu", natives="none"
@@ -36,7 +36,7 @@ HERE = {
     "commit": "a",
 }
 #: Requests of the gate, and of one round.
-GATE, ROUND = 4, 3
+GATE, ROUND = 3, 3
 
 
 class CutOff(BaseException):
@@ -50,6 +50,7 @@ class Table:
         self.asked: list[Request] = []
         self.until: int | None = None
         self.failing: str | None = None
+        self.off: dict[tuple[str, bool], float] = {}
         self.ceilings = Reply(done={"products": {"fp32": 5e13, "bf16": 7e14}, "copy": 4e12})
 
     def __enter__(self) -> Table:
@@ -69,7 +70,8 @@ class Table:
         key = f"{request.task} {request.recipe.optimizer} {request.recipe.precision} {request.reverse}"
         if request.task == "gate":
             # An FP8 or BF16 run may well meet a loss that is not finite on its way.
-            return Reply(done={"losses": [3.0 - step / 10 for step in range(9)] + [2.0], "saturation": None})
+            last = 2.0 * (1 + self.off.get((request.recipe.precision, request.reverse), 0.0))
+            return Reply(done={"losses": [3.0 - step / 10 for step in range(9)] + [last], "saturation": None})
         ms = 5.0 + sum(map(ord, key)) % 7
         timing = Timing(50.0, 6, True, ((1, ms), (2, 2 * ms)), (ms,) * 3, None, None)
         done = {
@@ -132,6 +134,18 @@ def test_only_what_is_missing_is_measured_and_the_result_is_that_of_a_run_in_one
     assert resumed.rungs == whole.rungs
     assert resumed.notes[:-1] == whole.notes
     assert resumed.notes[-1] == "Measured in 2 sittings, begun 2026-12-01, 2026-12-01."
+
+
+@pytest.mark.parametrize(("noise", "passes"), [(0.0005, False), (0.002, True)])
+def test_the_noise_is_measured_only_where_a_rung_needs_it(table: Table, noise: float, passes: bool) -> None:
+    ladder(CONFIG)
+    assert not any(request.reverse for request in table.asked)
+    table.off = {("bf16", False): 0.004, ("fp32", True): noise}
+    measured = ladder(CONFIG)
+    assert [request.recipe.precision for request in table.asked if request.reverse] == ["fp32"]
+    verdicts = [result.verdict for result in measured.rungs]
+    assert [verdict and verdict.passed for verdict in verdicts] == [True, True, passes]
+    assert all(verdict is not None and verdict.noise == pytest.approx(noise) for verdict in verdicts)
 
 
 def test_a_second_cut_goes_on_from_the_second(table: Table, tmp_path: Path) -> None:

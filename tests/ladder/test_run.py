@@ -190,7 +190,7 @@ def test_a_profiler_that_ends_its_process_leaves_its_times(monkeypatch: pytest.M
 
 def test_leaving_early_ends_the_worker() -> None:
     with Workers([sys.executable, "-c", "import time; time.sleep(60)"]) as workers:
-        process = workers._start()
+        process = workers.start()
     assert process.returncode == -signal.SIGKILL
 
 

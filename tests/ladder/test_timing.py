@@ -158,6 +158,24 @@ def test_memory_is_watched_around_the_timed_windows_alone() -> None:
     assert at[1] - at[0] == len(timing.steps) == 12
 
 
+def test_a_process_that_waits_for_its_turn_warms_up_after_it() -> None:
+    gpu = FakeGpu(launch=0.001, work=0.010)
+    at: list[int] = []
+    timing = measure(gpu.step, gpu, steps=12, ready=(4, lambda: at.append(gpu.steps)), warmup_ms=200)
+    assert at == [5]  # the first step and those until a capture
+    assert (timing.warmup_steps - 4) * 10 >= 200
+    assert len(timing.steps) == 12
+
+
+@pytest.mark.parametrize(("work", "steps"), [(0.010, 36), (0.045, 36), (0.060, 24), (0.120, 12), (0.900, 12)])
+def test_steps_that_take_long_are_timed_less_often(work: float, steps: int) -> None:
+    gpu = FakeGpu(launch=0.001, work=work)
+    timing = measure(gpu.step, gpu, steps=36, enough_ms=100)
+    assert len(timing.steps) == steps
+    assert timing.step == pytest.approx(work * 1e3, rel=0.04)
+    assert timing.device == pytest.approx(work * 1e3)
+
+
 @pytest.mark.parametrize("steps", [1, 12, 13, 24, 100])
 def test_steps_are_rounded_up_to_whole_pairs_of_windows(steps: int) -> None:
     gpu = FakeGpu(launch=0.001, work=0.010)

@@ -15,8 +15,8 @@ from fusestep.distributed.launch import launched_size
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
 from fusestep.ladder import Ladder, LadderConfig, journal, ladder, report
+from fusestep.ladder.jobs import Progress as Report
 from fusestep.ladder.plan import BATCH, plan
-from fusestep.ladder.run import Progress as Report
 from fusestep.ladder.table import show
 from fusestep.models import PRESETS
 
@@ -68,7 +68,9 @@ def command(
     rounds: Annotated[
         int | None, typer.Option(help="Times that each rung is timed, in a new process each; 5 on a GPU, 3 on a CPU.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Timed steps a process; 36 on a GPU, 24 on a CPU.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Timed steps a process; up to 36 on a GPU, 24 on a CPU, 12 of long ones.")
+    ] = None,
     gate_steps: Annotated[
         int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 40 on a CPU.")
     ] = None,

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fusestep.ladder import gate
 from fusestep.ladder.contenders import LIMIT_S, NATIVE_OF
+from fusestep.ladder.crowd import Asked
 from fusestep.ladder.gate import TOLERANCE
 from fusestep.ladder.measured import Round
 from fusestep.ladder.peers import place_of, version_of
@@ -16,7 +17,6 @@ from fusestep.ladder.plan import Plan
 from fusestep.ladder.processes import Reply
 from fusestep.ladder.results import Comparison, ContenderResult, RungResult, claim
 from fusestep.ladder.rungs import Rung
-from fusestep.ladder.worker import Request
 
 #: Of first losses, where the weights are rounded to BF16 at every step.
 _TOLERANCE_OF_BF16_WEIGHTS = 0.01
@@ -25,7 +25,7 @@ _TOLERANCE_OF_BF16_WEIGHTS = 0.01
 class Jobs(Protocol):
     """As of `fusestep.ladder.run`."""
 
-    def ask(self, request: Request, name: str, key: str, text: str, limit_s: float | None = None) -> Reply: ...
+    def ask(self, asked: Asked, text: str) -> Reply: ...
 
     def skip(self, kind: str, name: str) -> None: ...
 
@@ -60,9 +60,8 @@ def timed(
     replies: dict[str, Reply] = {}
     for place in range(attempts.index(result.recipe), len(attempts)):
         recipe = attempts[place]
-        request = replace(plan.request(recipe), profiled=profiled)
-        attempt = key if place == 0 else f"{key}, attempt {place + 1}"
-        reply = replies[attempt] = jobs.ask(request, name, attempt, text, LIMIT_S)
+        attempt = _attempt(plan, result, place, key, profiled)
+        reply = replies[attempt.key] = jobs.ask(attempt, text)
         if reply.done is not None:
             rounds = (*result.rounds, Round.from_reply(reply.done))
             return replace(result, recipe=recipe, rounds=rounds), replies
@@ -72,6 +71,19 @@ def timed(
         setback = f"with {_in_words(recipe)} it did not run ({said}), so it is measured without"
         result = replace(result, setbacks=(*result.setbacks, setback), log=reply.log)
     raise RuntimeError(f"{name} has no attempt left.")
+
+
+def next_attempt(plan: Plan, result: ContenderResult, key: str, profiled: bool) -> Asked | None:
+    """What `timed` asks for first in a round; None where it asks for nothing."""
+    if result.absent is not None or result.failure is not None:
+        return None
+    return _attempt(plan, result, result.contender.attempts.index(result.recipe), key, profiled)
+
+
+def _attempt(plan: Plan, result: ContenderResult, place: int, key: str, profiled: bool) -> Asked:
+    request = replace(plan.request(result.contender.attempts[place]), profiled=profiled)
+    named = key if place == 0 else f"{key}, attempt {place + 1}"
+    return Asked(request, result.contender.name, named, LIMIT_S)
 
 
 def _in_words(recipe: object) -> str:

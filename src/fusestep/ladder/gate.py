@@ -2,7 +2,8 @@
 
 Same seed, same text, same order of samples: the mean loss of the last tenth of the steps must lie within a tolerance
 of the first rung's, or within three times the noise. The noise is what the first rung's own loss does when the samples
-of each batch come in reverse order, which changes the order of its sums and nothing else.
+of each batch come in reverse order, which changes the order of its sums and nothing else. It is measured only where a
+rung lies outside of its tolerance: it can allow more and never less.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Verdict:
         passed: whether its speed may be claimed.
         loss: mean loss of the last tenth of the steps.
         deviation: |loss − first rung's| / first rung's; NaN when a loss is not finite.
-        tolerance: what was allowed, and `noise` what reordered sums did to the first rung.
+        tolerance: what was allowed.
+        noise: what reordered sums did to the first rung; None where nothing depended on it.
         reason: one clause, for a reader.
     """
 
@@ -37,8 +39,13 @@ class Verdict:
     loss: float
     deviation: float
     tolerance: float
-    noise: float
+    noise: float | None
     reason: str
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the noise, however large, would change nothing: it passed, or no tolerance lets it."""
+        return self.passed or not math.isfinite(self.deviation)
 
 
 @dataclass(frozen=True)
@@ -72,19 +79,21 @@ def last_loss(curve: Sequence[float]) -> float:
 
 
 def judge(
-    curve: Sequence[float], baseline: Sequence[float], reordered: Sequence[float], precision: Precision
+    curve: Sequence[float], baseline: Sequence[float], reordered: Sequence[float] | None, precision: Precision
 ) -> Verdict:
-    """Compare a rung's loss curve with the first rung's, and that one with itself under reordered sums."""
+    """Compare a rung's loss curve with the first rung's, and that one with itself under reordered sums, where known."""
     loss, reference = last_loss(curve), last_loss(baseline)
-    noise = abs(last_loss(reordered) - reference) / abs(reference)
-    allowed = TOLERANCE[precision]
+    noise = None if reordered is None else abs(last_loss(reordered) - reference) / abs(reference)
+    tolerance = TOLERANCE[precision]
     # A NaN noise must not widen the tolerance: every comparison with it is false.
-    tolerance = _TIMES_NOISE * noise if _TIMES_NOISE * noise > allowed else allowed
+    is_wider = noise is not None and noise * _TIMES_NOISE > tolerance
+    if noise is not None and is_wider:
+        tolerance = _TIMES_NOISE * noise
     wrong = next((step for step, value in enumerate(curve, start=1) if not math.isfinite(value)), None)
     if wrong is not None:
         return Verdict(False, loss, math.nan, tolerance, noise, f"its loss is not finite at step {wrong}")
     deviation = abs(loss - reference) / abs(reference)
-    limit = f"{tolerance:.3%}" + (" (three times the noise of reordered sums)" if tolerance > allowed else "")
+    limit = f"{tolerance:.3%}" + (" (three times the noise of reordered sums)" if is_wider else "")
     if deviation <= tolerance:
         return Verdict(True, loss, deviation, tolerance, noise, f"loss {deviation:.4%} from rung 1, allowed {limit}")
     return Verdict(

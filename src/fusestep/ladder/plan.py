@@ -25,14 +25,17 @@ from fusestep.ladder.contenders import (
 )
 from fusestep.ladder.described import Description
 from fusestep.ladder.processes import Workers
+from fusestep.ladder.request import Request
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung, default_names, recipe_of, select
 from fusestep.ladder.subject import RANDOM
 from fusestep.ladder.timing import steps_in_windows
-from fusestep.ladder.worker import Request
 from fusestep.models import GPT, PRESETS, GPTConfig
 
 #: Sequences in a batch where none are asked for; those of the speed targets.
 BATCH = {"tiny": 8, "mini": 32, "scaleup": 32, "gpt2": 16, "gpt2-untied": 16, "long": 4}
+
+#: Where no steps are asked for, a window of them need not be longer than this to be timed well.
+ENOUGH_MS = 100.0
 
 #: Rounds, steps or sequences; more is a slip of the keyboard.
 MAXIMUM_COUNT = 10**6
@@ -51,7 +54,8 @@ class LadderConfig:
         data: what the timed steps train on, as `fusestep.data.open_source` reads it, or random (tokens of the whole
             vocabulary); auto is synthetic for a small vocabulary and random for a large one. The gate has its own text.
         rounds: how often each rung is timed, each time in a process of its own; 5 on a GPU, 3 on a CPU.
-        steps: timed steps a process, rounded up to whole windows; 36 on a GPU, 24 on a CPU.
+        steps: timed steps a process, rounded up to whole windows; up to 36 on a GPU, up to 24 on a CPU, and fewer where
+            a step takes long.
         gate_steps: steps of each loss curve that the gate compares; 200 on a GPU, 40 on a CPU.
         batch: sequences a step.
         device: as `fusestep.hardware.device_named` reads it.
@@ -89,6 +93,7 @@ class LadderConfig:
 class Plan:
     """A `LadderConfig` with every choice made, and remarks about those that were made for the reader.
 
+    `enough_ms` is of `fusestep.ladder.timing.measure`, None where the steps were asked for.
     `preset`, `model` and `gate_model` are those of the built-in GPT; a model of the user's has its `factory` and what
     is known of it, `described`.
     """
@@ -115,6 +120,7 @@ class Plan:
     compiled: bool
     peers: tuple[str, ...]
     notes: tuple[str, ...]
+    enough_ms: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -126,9 +132,11 @@ class Plan:
         return self.batch * self.model.context
 
     def as_dict(self) -> dict[str, Any]:
-        """Every choice as plain values; the notes are for the reader of a report."""
+        """Every choice as plain values; the notes are for the reader of a report, and `enough_ms` follows from no
+        `steps` being asked for.
+        """
         fields = asdict(self)
-        del fields["notes"]
+        del fields["notes"], fields["enough_ms"]
         return fields
 
     def recipe_of(self, name: str, rungs: Sequence[Rung]) -> Recipe:
@@ -164,7 +172,16 @@ class Plan:
         """The request that times a recipe."""
         model = None if self.model is None else self.model.to_dict()
         return Request(
-            "time", recipe, model, self.data, self.batch, self.steps, self.device, self.seed, factory=self.factory
+            "time",
+            recipe,
+            model,
+            self.data,
+            self.batch,
+            self.steps,
+            self.device,
+            self.seed,
+            factory=self.factory,
+            enough_ms=self.enough_ms,
         )
 
     def gate_request(self, recipe: Recipe, *, reverse: bool = False) -> Request:
@@ -236,6 +253,7 @@ def plan(config: LadderConfig, rungs: Sequence[Rung] = RUNGS) -> Plan:
         compiled=compiled and bool(natives),
         peers=peers,
         notes=tuple(notes),
+        enough_ms=None if config.steps is not None else ENOUGH_MS,
     )
     return made if config.model is None else _described(made)
 

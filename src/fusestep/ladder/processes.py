@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusestep.ladder.worker import FORKS, Request, failure
+from fusestep.ladder.request import Request
+from fusestep.ladder.worker import FORKS, failure
 
 #: What workers run under where the user has not set it. An OpenMP thread that waits by spinning takes the core from the
 #: one that it waits for as soon as anything else runs on the machine: on two busy cores steps took 3 times as long, and
@@ -25,11 +26,14 @@ COMMAND = (sys.executable, "-m", "fusestep.ladder.worker")
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request came to: `done`, or the sentence `failed` and what its process last wrote to stderr."""
+    """What a request came to: `done`, or the sentence `failed` and what its process last wrote to stderr; `is_late`
+    where it was ended for taking too long.
+    """
 
     done: dict[str, Any] | None = None
     failed: str | None = None
     log: str = ""
+    is_late: bool = False
 
 
 class Workers:
@@ -52,7 +56,7 @@ class Workers:
 
     def run(self, request: Request, limit_s: float | None = None) -> Reply:
         """Send a request and wait for its reply, for `limit_s` seconds at most where a limit is given."""
-        process = self._process or self._start()
+        process = self.start()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker was started without pipes.")
         # A worker that is gone shows at the read.
@@ -74,7 +78,7 @@ class Workers:
             timer.cancel()
         reply = Reply(**json.loads(line)) if line else self._failed(process)
         if is_late.is_set() and not line:
-            reply = replace(reply, failed=f"it took longer than {limit_s:g} s.")
+            reply = replace(reply, failed=f"it took longer than {limit_s:g} s.", is_late=True)
         if not (line and FORKS) or is_late.is_set():
             self._stop()
         return reply
@@ -84,7 +88,10 @@ class Workers:
         self._errors.seek(0)
         return Reply(**failure(code, self._errors.read()))
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """Start the worker where none is running, without waiting for it."""
+        if self._process is not None:
+            return self._process
         self._errors.seek(0)
         self._errors.truncate()
         self._process = subprocess.Popen(

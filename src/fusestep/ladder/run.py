@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,16 @@ import torch
 
 from fusestep.ladder import beside, environment, gate
 from fusestep.ladder.ceilings import Ceilings
+from fusestep.ladder.crowd import Asked, Crowd, at_once
+from fusestep.ladder.jobs import Jobs, Progress
 from fusestep.ladder.journal import Journal
 from fusestep.ladder.measured import Round
 from fusestep.ladder.plan import LadderConfig, Plan, plan
 from fusestep.ladder.processes import ENVIRONMENT, Reply, Workers
-from fusestep.ladder.progress import Remaining
 from fusestep.ladder.results import ContenderResult, Ladder, RungResult, compare
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung
 from fusestep.ladder.statistics import METHOD
-from fusestep.ladder.worker import Request
-
-#: Called with the share of the work that is done and what is being done now.
-Progress = Callable[[float, str], None]
+from fusestep.ladder.worker import FORKS
 
 
 def ladder(
@@ -65,47 +62,62 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
     on_gpu = torch.device(plan.device).type == "cuda"
     notes = list(plan.notes)
     first = plan.rungs[0]
-    with Workers() as workers:
-        jobs = _Jobs(workers, journal, progress, _jobs_of(plan, results, contenders, on_gpu=on_gpu))
+    with Workers() as workers, Crowd() as crowd:
+        jobs = Jobs(workers, crowd, journal, progress, _jobs_of(plan, results, contenders, on_gpu=on_gpu))
 
-        def ask_rung(request: Request, name: str, key: str, text: str) -> Reply | None:
+        def ask_rung(asked: Asked, text: str) -> Reply | None:
             """Run a request for a rung; a failure is noted, and nothing more is asked of that rung."""
-            if results[name].failure is not None or results[name].unchanged is not None:
-                jobs.skip(request.task, name)
+            name = asked.name
+            if not _is_asked(results[name]):
+                jobs.skip(asked.request.task, name)
                 return None
-            reply = jobs.ask(request, name, key, text)
+            reply = jobs.ask(asked, text)
             if reply.failed is not None:
                 results[name] = replace(results[name], failure=reply.failed, log=reply.log, rounds=())
             return reply
 
-        def ask_curve(request: Request, name: str, key: str, text: str) -> dict[str, Any] | None:
-            reply = ask_rung(request, name, key, text)
+        def ask_curve(asked: Asked, text: str) -> dict[str, Any] | None:
+            reply = ask_rung(asked, text)
             if reply is None:
                 return None
-            journal.keep({key: reply})
+            journal.keep({asked.key: reply})
             return reply.done
 
-        _pass_gate(plan, results, ask_curve)
+        _pass_gate(plan, results, ask_curve, jobs)
         ceilings = None
         if on_gpu:
             key = "ceilings"
             request = replace(plan.request(Recipe()), task="ceilings")
-            reply = jobs.ask(request, key, key, "ceilings: large products and a copy")
+            reply = jobs.ask(Asked(request, key, key), "ceilings: large products and a copy")
             journal.keep({key: reply})
             ceilings = None if reply.done is None else Ceilings(**reply.done)
             if reply.failed is not None:
                 notes.append(f"The device's ceilings could not be measured: {reply.failed}")
         for number, order in enumerate(orders, start=1):
             measured: dict[str, Reply] = {}
+            this, profiled = f"round {number} of {plan.rounds}:", number == 1
+
+            def key_of(name: str, number: int = number) -> str:
+                return f"round {number}: {name}"
+
+            def asked_of(rung: RungResult, key: str, profiled: bool = profiled) -> Asked:
+                return Asked(replace(plan.request(rung.recipe), profiled=profiled), rung.rung.name, key)
+
+            wanted = [
+                beside.next_attempt(plan, contenders[name], key_of(name), profiled)
+                if name in contenders
+                else asked_of(results[name], key_of(name))
+                for name in order
+                if name in contenders or _is_asked(results[name])
+            ]
+            jobs.ahead([one for one in wanted if one is not None], f"{this} making ready, then timing")
             for name in order:
-                text = f"round {number} of {plan.rounds}: timing {name}"
-                key = f"round {number}: {name}"
+                text, key = f"{this} timing {name}", key_of(name)
                 if name in contenders:
-                    contenders[name], replies = beside.timed(plan, contenders[name], key, text, jobs, number == 1)
+                    contenders[name], replies = beside.timed(plan, contenders[name], key, text, jobs, profiled)
                     measured |= replies
                     continue
-                request = replace(plan.request(results[name].recipe), profiled=number == 1)
-                reply_or_none = ask_rung(request, name, key, text)
+                reply_or_none = ask_rung(asked_of(results[name], key), text)
                 if reply_or_none is not None:
                     measured[key] = reply_or_none
                     if reply_or_none.done is not None:
@@ -134,36 +146,6 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
     )
 
 
-class _Jobs:
-    """Asks workers, or the journal, and tells how far the ladder is and how long it still takes."""
-
-    def __init__(self, workers: Workers, journal: Journal, progress: Progress, jobs: Sequence[tuple[str, str]]) -> None:
-        self._workers, self._journal, self._progress = workers, journal, progress
-        self._remaining, self._total, self._done = Remaining(jobs), len(jobs), 0
-
-    def ask(self, request: Request, name: str, key: str, text: str, limit_s: float | None = None) -> Reply:
-        """The reply to a request for a name: the journal's, or a worker's."""
-        kept = self._journal.kept(key)
-        seconds = None
-        if kept is None:
-            left = self._remaining.in_words()
-            self._progress(self._done / self._total, text + (f", {left}" if left else ""))
-            start = time.monotonic()
-            # Without a limit it is left out, as it was before there were any.
-            kept = self._workers.run(request) if limit_s is None else self._workers.run(request, limit_s)
-            seconds = time.monotonic() - start
-        self._count(request.task, name, seconds)
-        return kept
-
-    def skip(self, kind: str, name: str) -> None:
-        """A job that falls away."""
-        self._count(kind, name, None)
-
-    def _count(self, kind: str, name: str, seconds: float | None) -> None:
-        self._done = min(self._done + 1, self._total)
-        self._remaining.done(kind, name, seconds)
-
-
 def _jobs_of(
     plan: Plan, results: dict[str, RungResult], contenders: dict[str, ContenderResult], *, on_gpu: bool
 ) -> list[tuple[str, str]]:
@@ -189,31 +171,49 @@ def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[
     return [generator.sample(list(names), len(names)) for _ in range(rounds)]
 
 
+def _is_asked(result: RungResult) -> bool:
+    """Whether anything is still asked of a rung."""
+    return result.failure is None and result.unchanged is None
+
+
 def _pass_gate(
-    plan: Plan, results: dict[str, RungResult], ask: Callable[[Request, str, str, str], dict[str, Any] | None]
+    plan: Plan, results: dict[str, RungResult], ask: Callable[[Asked, str], dict[str, Any] | None], jobs: Jobs
 ) -> None:
     """Fill in the losses and the verdict of every rung."""
-    first = plan.rungs[0]
-    reordered = ask(
-        plan.gate_request(results[first].recipe, reverse=True),
-        first,
-        f"gate: {first} reordered",
-        f"gate: {first} with its sums reordered",
-    )
-    for name, result in list(results.items()):
-        curve = ask(plan.gate_request(result.recipe), name, f"gate: {name}", f"gate: {name} trains")
-        baseline = results[first].losses
-        if name == first and curve is not None:
-            baseline = tuple(curve["losses"])
+    first, *others = plan.rungs
+
+    def asked(name: str) -> Asked:
+        return Asked(plan.gate_request(results[name].recipe), name, f"gate: {name}")
+
+    def note(name: str, curve: dict[str, Any] | None) -> None:
         if curve is not None:
-            verdict = (
-                gate.judge(curve["losses"], baseline, reordered["losses"], result.recipe.precision)
-                if baseline and reordered is not None
-                else None
-            )
-            results[name] = replace(
-                results[name], losses=tuple(curve["losses"]), verdict=verdict, saturation=curve["saturation"]
-            )
+            results[name] = replace(results[name], losses=tuple(curve["losses"]), saturation=curve["saturation"])
+
+    # The first by itself: it tells how many fit beside each other.
+    curve = ask(asked(first), f"gate: {first} trains")
+    note(first, curve)
+    if curve is not None and FORKS:
+        jobs.at_once = at_once(curve.get("memory"))
+    jobs.ahead([asked(name) for name in others if _is_asked(results[name])], "gate:")
+    for name in others:
+        note(name, ask(asked(name), f"gate: {name} trains"))
+    _judge(results, first, None)
+    if all(result.verdict is None or result.verdict.is_settled for result in results.values()):
+        jobs.skip("gate", first)
+        return
+    request = plan.gate_request(results[first].recipe, reverse=True)
+    reordered = ask(
+        Asked(request, first, f"gate: {first} reordered"), f"gate: {first} with its sums reordered, for the noise"
+    )
+    _judge(results, first, None if reordered is None else reordered["losses"])
+
+
+def _judge(results: dict[str, RungResult], first: str, reordered: Sequence[float] | None) -> None:
+    baseline = results[first].losses
+    for name, result in list(results.items()):
+        if result.losses and baseline:
+            verdict = gate.judge(result.losses, baseline, reordered, result.recipe.precision)
+            results[name] = replace(result, verdict=verdict)
 
 
 def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[RungResult, ...]:

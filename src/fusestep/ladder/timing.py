@@ -8,6 +8,7 @@ each step's time is also read from device events.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ _WARMUP_LIMIT_MS = 5000.0
 
 #: Windows of n and 2n steps come in pairs.
 PAIRS = 4
+
+#: A step that takes this long is told apart from its launches by fewer repeats.
+_LONG_MS = 100.0
 
 #: How far t(2n) / 2·t(n) may be from 1 before the timer's figures are not believed.
 DOUBLING_WITHIN = 0.25
@@ -144,6 +148,8 @@ def measure(
     *,
     steps: int,
     warmup_ms: float = 0.0,
+    enough_ms: float | None = None,
+    ready: tuple[int, Callable[[], None]] | None = None,
     after_warmup: Callable[[], None] = lambda: None,
     after_windows: Callable[[], None] = lambda: None,
 ) -> Timing:
@@ -152,6 +158,10 @@ def measure(
     Args:
         steps: timed steps in all, rounded up to whole pairs of windows (`steps_in_windows`).
         warmup_ms: the least time to warm up; a GPU's clocks need some.
+        enough_ms: fewer steps are timed where a window of the shorter kind would take longer than this; at least one in
+            each such window.
+        ready: steps to take after the first, and what is then called before the warm-up: it returns when the device is
+            this process's alone.
         after_warmup, after_windows: called, synchronised, around the timed windows, for the memory's bookkeeping.
     """
 
@@ -166,12 +176,19 @@ def measure(
         return (clock.now() - start) * 1e3, marks
 
     first_step, _ = window(1)
-    warmup_steps, stable = _warm_up(window, warmup_ms)
+    taken = 0
+    if ready is not None:
+        taken, wait = ready
+        window(taken)
+        wait()
+    warmup_steps, stable, step_ms = _warm_up(window, warmup_ms)
 
     after_warmup()
     windows: list[tuple[int, float]] = []
     step_times: list[float] = []
     short = _steps_in_short_window(steps)
+    if enough_ms is not None:
+        short = max(1, min(short, math.ceil(enough_ms / step_ms)))
     for _ in range(PAIRS):
         for count in (short, 2 * short):
             ms, marks = window(count)
@@ -179,8 +196,8 @@ def measure(
             step_times += [clock.elapsed_ms(a, b) for a, b in itertools.pairwise(marks)]
     after_windows()
 
-    host, device = _apart(step, clock)
-    timing = Timing(first_step, warmup_steps, stable, tuple(windows), tuple(step_times), host, device)
+    host, device = _apart(step, clock, 5 if step_ms < _LONG_MS else 3)
+    timing = Timing(first_step, taken + warmup_steps, stable, tuple(windows), tuple(step_times), host, device)
     return timing if device is None or device <= timing.step else replace(timing, device=timing.step)
 
 
@@ -193,8 +210,11 @@ def _steps_in_short_window(steps: int) -> int:
     return max(1, -(-steps // (3 * PAIRS)))
 
 
-def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) -> tuple[int, bool]:
-    """Run windows until two in a row agree, or enough have run; how many steps, and whether the last two agreed."""
+def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) -> tuple[int, bool, float]:
+    """Run windows until two in a row agree, or enough have run.
+
+    Returns: how many steps, whether the last two windows agreed, and the ms of a step in the last.
+    """
     spent, count, previous = 0.0, 0, float("inf")
     while True:
         ms, _ = window(_WARMUP_WINDOW)
@@ -203,10 +223,10 @@ def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) 
         agree = abs(ms - previous) <= STABLE_WITHIN * ms
         previous = ms
         if spent >= least_ms and (agree or (count > 1 and (count >= _WARMUP_WINDOWS or spent >= _WARMUP_LIMIT_MS))):
-            return count * _WARMUP_WINDOW, agree
+            return count * _WARMUP_WINDOW, agree, max(ms / _WARMUP_WINDOW, 1e-6)
 
 
-def _apart(step: Callable[[], object], clock: Clock, repeats: int = 5) -> tuple[float | None, float | None]:
+def _apart(step: Callable[[], object], clock: Clock, repeats: int) -> tuple[float | None, float | None]:
     """The host's and the device's time for one step, each without the other; None for both on a CPU."""
     clock.synchronize()
     if not clock.hold(0.0):

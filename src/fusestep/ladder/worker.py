@@ -17,24 +17,26 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import IO, Any, Literal, NoReturn
+from dataclasses import asdict
+from typing import IO, Any, NoReturn
 
 import torch
 import torch._dynamo  # torch.optim imports it in its first step, which would count as that rung's
 
 from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation
-from fusestep.ladder import ceilings, profiling
+from fusestep.graph import train_step
+from fusestep.ladder import ceilings, profiling, torch_step
 from fusestep.ladder.described import describe
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.own import Own
 from fusestep.ladder.peer_steps import peer_step
-from fusestep.ladder.rungs import Recipe
+from fusestep.ladder.request import Request
 from fusestep.ladder.step import Step
 from fusestep.ladder.subject import BuiltIn, Subject
 from fusestep.ladder.timing import clock_of, measure
 from fusestep.ladder.torch_step import TorchStep, native_step
+from fusestep.ladder.turns import take_turn
 from fusestep.memory import GIB, ran_out, ran_out_on_gpu
 from fusestep.models import GPTConfig
 
@@ -47,49 +49,14 @@ OPENING = 7
 #: A GPU is warmed up for at least this long, so that its clocks have settled.
 _WARMUP_MS = 500.0
 
+#: Steps after the first until a graph is captured: one more than the longest of the warm-ups before a capture.
+_STEPS_TO_CAPTURE = 1 + max(train_step.WARM_UP, torch_step.WARM_UP)
+
 #: How much of a failed process's stderr is kept.
 _LOG_CHARACTERS = 8000
 
 #: Whether requests are served by forks, or each by a worker that then ends.
 FORKS = sys.platform.startswith("linux")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to run: the loss curve of a recipe (`gate`), or its times (`time`), over `steps` steps; what is known of a
-    user's model (`describe`); or `ceilings`, for which only the device matters.
-
-    Attributes:
-        model: the fields of a GPTConfig; None for a model of the user's.
-        data, batch: what the GPT trains on; of a user's model `batch` is None where none was asked for.
-        reverse: turn the samples of every batch around.
-        fp8_stats: count what FP8 saturates while the gate runs, which costs time.
-        factory: the name of the user's factory.
-        rungs: whose changes to a user's model are looked at.
-        profiled: see which kernels take the time, after the timed steps.
-    """
-
-    task: Literal["gate", "time", "ceilings", "describe"]
-    recipe: Recipe
-    model: dict[str, Any] | None
-    data: str
-    batch: int | None
-    steps: int
-    device: str
-    seed: int
-    reverse: bool = False
-    fp8_stats: bool = False
-    factory: str | None = None
-    rungs: tuple[str, ...] = ()
-    profiled: bool = False
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        fields = json.loads(text)
-        return cls(**{**fields, "recipe": Recipe(**fields["recipe"]), "rungs": tuple(fields["rungs"])})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 #: Told what is known so far of a reply.
@@ -116,8 +83,10 @@ def perform(request: Request, early: Early = lambda _known: None) -> dict[str, A
         stream = subject.batches(device, reverse=request.reverse)
         # Read once, at the end: reading each loss would synchronise every step.
         losses = torch.stack([rung(*next(stream)).float().reshape(()) for _ in range(request.steps)]).tolist()
-        return {"losses": losses, "saturation": rung.worst_saturation()}
+        return {"losses": losses, "saturation": rung.worst_saturation(), "memory": _memory(device)}
 
+    if request.recipe.compiled and request.beside > 1:
+        _share_cores(request.beside)
     step = _step(request, subject, device)
     rotation = itertools.cycle(list(itertools.islice(subject.batches(device), _BATCHES)))
     opening: list[torch.Tensor] = []
@@ -127,11 +96,14 @@ def perform(request: Request, early: Early = lambda _known: None) -> dict[str, A
         if len(opening) < OPENING:
             opening.append(loss)
 
+    turn = request.turn
     timing = measure(
         one_step,
         clock_of(device),
         steps=request.steps,
         warmup_ms=_WARMUP_MS if device.type == "cuda" else 0.0,
+        enough_ms=request.enough_ms,
+        ready=None if turn is None else (_STEPS_TO_CAPTURE if request.recipe.graph else 0, lambda: take_turn(turn)),
         after_warmup=peak.begin,
         after_windows=peak.end,
     )
@@ -149,6 +121,20 @@ def perform(request: Request, early: Early = lambda _known: None) -> dict[str, A
         early(reply)
         reply["kernels"], reply["unprofiled"] = _profiled(one_step, device)
     return reply
+
+
+def _memory(device: torch.device) -> dict[str, int] | None:
+    """Bytes of a GPU that this process took and that are free beside it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return {"reserved": torch.cuda.max_memory_reserved(device), "free": torch.cuda.mem_get_info(device)[0]}
+
+
+def _share_cores(processes: int) -> None:
+    """Have torch.compile start no more compilers than this process's share of the cores."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = max(1, (os.cpu_count() or 1) // processes)
 
 
 def _subject(request: Request) -> Subject:
