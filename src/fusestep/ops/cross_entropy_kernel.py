@@ -3,7 +3,9 @@
 The first walk finds the log-sum-exp: each lane keeps the largest of its logits and the sum of the exponentials below it
 (Milakov and Gimelshein 2018, arXiv:1805.02867), and the lanes are put together at the end, in a fixed order. The second
 walk finds the row in the L2 cache, where the first has just brought it, and writes the gradient, in place where the
-logits are not needed any more. So memory sees each logit read once and each gradient written once.
+logits are not needed any more. So memory sees each logit read once and each gradient written once. For that the rows
+that are worked on at a time have to fit in the cache: rows that are walked twice have large programs, of which few run
+beside each other. The last tile of a row is the only one whose columns are compared with the row's end.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from fusestep.ops.registry import Compilation
 #: Rows of logits that we allocate are so many elements long, or a multiple, so that they consist of whole vectors.
 ROW_MULTIPLE = 64
 
-#: Vectors of 16 bytes that a program reads at a time, at most.
-MOST_LANES = 512
+#: Vectors of 16 bytes that a program reads at a time, and warps that it has, at most; of rows that are walked twice, of
+#: which a multiprocessor then holds one or two.
+MOST_LANES, MOST_WARPS = 512, 8
+MOST_LANES_TWICE, MOST_WARPS_TWICE = 2048, 16
 
 _TANH_SERIES = tl.constexpr(0.1)
 
@@ -39,13 +43,32 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr):
-    """A tile of logits in fp32, capped; −∞ outside of the row."""
-    y = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
+def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr, IS_LAST: tl.constexpr):
+    """A tile of logits in fp32, capped; of the last tile −∞ outside of the row."""
+    if IS_LAST:
+        y = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        if CAPS:
+            # What stands behind a row may be anything.
+            y = tl.where(column < columns, y, 0.0)
+    else:
+        y = tl.load(row_ptr + column).to(tl.float32)
     if CAPS:
-        # What stands behind a row may be anything.
-        y = _tanh(tl.where(column < columns, y, 0.0) * (1.0 / softcap)) * softcap
-    return tl.where(column < columns, y, float("-inf"))
+        y = _tanh(y * (1.0 / softcap)) * softcap
+    if IS_LAST:
+        y = tl.where(column < columns, y, float("-inf"))
+    return y
+
+
+@triton.jit
+def _gather(y, column, columns, top, mass, total, SMOOTHS: tl.constexpr, IS_LAST: tl.constexpr):
+    """(top, mass, total) of each lane with a tile's logits taken in."""
+    if SMOOTHS:
+        within = tl.where(column < columns, y, 0.0) if IS_LAST else y
+        total += tl.sum(within, axis=1, keep_dims=True)
+    higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    mass = mass * exp(top - shift) + tl.sum(exp(y - shift), axis=1, keep_dims=True)
+    return higher, mass, total
 
 
 @triton.jit
@@ -69,19 +92,28 @@ def _walk(
     top = tl.full([LANES, 1], float("-inf"), tl.float32)
     mass = tl.zeros([LANES, 1], tl.float32)
     total = tl.zeros([LANES, 1], tl.float32)
-    for start in range(0, stop, LANES * VECTOR):
-        column = start + place
-        mask = (start + lane < columns) if PADDED else (column < columns)
-        y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
-        if SMOOTHS:
-            total += tl.sum(tl.where(column < columns, y, 0.0), axis=1, keep_dims=True)
-        higher = tl.maximum(top, tl.max(y, axis=1, keep_dims=True))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        mass = mass * exp(top - shift) + tl.sum(exp(y - shift), axis=1, keep_dims=True)
-        top = higher
+    whole = stop // (LANES * VECTOR) * (LANES * VECTOR)
+    for start in range(0, whole, LANES * VECTOR):
+        y = _load_logits(row_ptr, start + place, None, columns, softcap, CAPS, False)
+        top, mass, total = _gather(y, start + place, columns, top, mass, total, SMOOTHS, False)
+    if whole < stop:
+        column = whole + place
+        mask = (whole + lane < columns) if PADDED else (column < columns)
+        y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True)
+        top, mass, total = _gather(y, column, columns, top, mass, total, SMOOTHS, True)
     peak = tl.max(tl.max(top, axis=1), axis=0)
     mass = tl.sum(tl.sum(mass * tl.exp(top - tl.where(peak == float("-inf"), 0.0, peak)), axis=1), axis=0)
     return peak, mass, tl.sum(tl.sum(total, axis=1), axis=0)
+
+
+@triton.jit
+def _slope(y, base, rise, spread, softcap, CAPS: tl.constexpr):
+    """The gradients of logits, of which `y` are capped, where they are not the target's."""
+    slope = exp(y - base) * rise - spread
+    if CAPS:
+        capped = y * (1.0 / softcap)
+        slope *= 1.0 - capped * capped
+    return slope
 
 
 @triton.jit
@@ -120,6 +152,11 @@ def _cross_entropy_kernel(
     # Of rows that consist of whole vectors one condition a vector is asked, so that its load stays one.
     lane = tl.arange(0, LANES)[:, None] * VECTOR
     place = lane + tl.arange(0, VECTOR)[None, :]
+    # Read before anything is written in its place: threads of the program meet before the second walk.
+    is_here = is_counted & is_known & (local >= 0) & (local < columns)
+    picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
+    if CAPS:
+        picked = _tanh(picked / softcap) * softcap
     if losses_ptr is None:
         lse = tl.load(lse_ptr + row)
         base, share = lse, 1.0
@@ -131,11 +168,6 @@ def _cross_entropy_kernel(
         rest = tl.log(mass)
         base, share = peak, 1.0 / mass
         lse = tl.where(is_counted, peak + rest, 0.0)
-        # Read before anything is written in its place: the sums above make all threads of the program meet.
-        is_here = is_counted & is_known & (local >= 0) & (local < columns)
-        picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
-        if CAPS:
-            picked = _tanh(picked / softcap) * softcap
         # From the largest logit down, since lse less a logit would lose digits where both are large.
         loss = rest + (1.0 - label_smoothing) * (peak - picked) + z_loss * lse * lse
         if SMOOTHS:
@@ -148,18 +180,37 @@ def _cross_entropy_kernel(
         coefficient = tl.where(is_known, coefficient, float("nan"))
         rise = coefficient * (1.0 + 2.0 * z_loss * lse) * share
         spread = coefficient * (label_smoothing / vocabulary)
-        at_target = coefficient * (1.0 - label_smoothing)
         gradient_row_ptr = gradient_ptr + row * gradient_stride
         tl.debug_barrier()  # all threads have read what others are about to write over
-        for start in range(0, columns, LANES * VECTOR):
-            column = start + place
-            mask = (start + lane < columns) if PADDED else (column < columns)
-            y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS)
-            slope = exp(y - base) * rise - spread - tl.where(column == local, at_target, 0.0)
-            if CAPS:
-                capped = y * (1.0 / softcap)
-                slope *= 1.0 - capped * capped
-            tl.store(gradient_row_ptr + column, tl.where(is_counted, slope, 0.0), mask=mask)
+        whole = columns // (LANES * VECTOR) * (LANES * VECTOR)
+        if is_counted:
+            for start in range(0, whole, LANES * VECTOR):
+                y = _load_logits(row_ptr, start + place, None, columns, softcap, CAPS, False)
+                tl.store(gradient_row_ptr + start + place, _slope(y, base, rise, spread, softcap, CAPS))
+            if whole < columns:
+                column = whole + place
+                mask = (whole + lane < columns) if PADDED else (column < columns)
+                y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True)
+                tl.store(gradient_row_ptr + column, _slope(y, base, rise, spread, softcap, CAPS), mask=mask)
+        else:
+            for start in range(0, columns, LANES * VECTOR):
+                column = start + place
+                mask = (start + lane < columns) if PADDED else (column < columns)
+                tl.store(gradient_row_ptr + column, tl.zeros([LANES, VECTOR], tl.float32), mask=mask)
+        # The target's own, over what was written for it as for all others.
+        tl.debug_barrier()
+        slope = tl.exp(picked - base) * rise - spread - coefficient * (1.0 - label_smoothing)
+        if CAPS:
+            capped = picked * (1.0 / softcap)
+            slope *= 1.0 - capped * capped
+        tl.store(gradient_row_ptr + tl.where(is_here, local, 0), slope, mask=is_here)
+
+
+def _program(columns: int, vector: int, twice: bool) -> tuple[int, int]:
+    """(lanes, warps) of a program whose row is so long."""
+    most, warps = (MOST_LANES_TWICE, MOST_WARPS_TWICE) if twice else (MOST_LANES, MOST_WARPS)
+    lanes = min(most, max(32, triton.next_power_of_2(-(-columns // vector))))
+    return lanes, max(1, min(warps, lanes // 32))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -186,7 +237,7 @@ def prepare_rows(
     logits_dtype = dtypes[0]
     assert logits_dtype is not None
     vector = 16 // logits_dtype.itemsize
-    lanes = min(MOST_LANES, max(32, triton.next_power_of_2(-(-columns // vector))))
+    lanes, warps = _program(columns, vector, dtypes[5] is not None and dtypes[6] is not None)
     return PreparedLaunch(
         _cross_entropy_kernel,
         (rows,),
@@ -200,7 +251,7 @@ def prepare_rows(
         PADDED=padded or columns % vector == 0,
         LANES=lanes,
         VECTOR=vector,
-        num_warps=max(1, min(8, lanes // 32)),
+        num_warps=warps,
     )
 
 
@@ -208,18 +259,26 @@ def compilations(in_place: bool) -> Iterator[Compilation]:
     """Launches on logits that are given, or `in_place` on those of a product: each dtype, width and set of options."""
     walks = ((True, False), (True, True), (False, True)) if in_place else ((True, False), (False, True))
     for element, vector in (("bf16", 8), ("fp16", 8), ("fp32", 4)):
-        for lanes in (32, 64, 128, 256, 512):
-            for padded in (True,) if in_place else (True, False):
-                for finds_lse, has_gradient in walks:
-                    is_usual = element == "bf16" and lanes == 512
-                    for extras in (False, True) if is_usual else (lanes in (64, 256),):
-                        yield _compilation(element, vector, lanes, padded, finds_lse, has_gradient, extras)
+        for finds_lse, has_gradient in walks:
+            sizes = [_program(vector << power, vector, finds_lse and has_gradient) for power in range(5, 12)]
+            for size in dict.fromkeys(sizes):
+                for padded in (True,) if in_place else (True, False):
+                    is_usual = element == "bf16" and size == sizes[-1]
+                    for extras in (False, True) if is_usual else (size[0] in (64, 256),):
+                        yield _compilation(element, vector, size, padded, finds_lse, has_gradient, extras)
 
 
 def _compilation(
-    element: str, vector: int, lanes: int, padded: bool, finds_lse: bool, has_gradient: bool, extras: bool
+    element: str,
+    vector: int,
+    size: tuple[int, int],
+    padded: bool,
+    finds_lse: bool,
+    has_gradient: bool,
+    extras: bool,
 ) -> Compilation:
-    """One launch; with `extras` there are smoothing, softcap and weights."""
+    """One launch of (lanes, warps); with `extras` there are smoothing, softcap and weights."""
+    lanes, warps = size
     pointers = {
         "logits_ptr": element,
         "target_ptr": "i64",
@@ -241,6 +300,6 @@ def _compilation(
         f"{walks}, {lanes} vectors of {element}{'' if padded else ', any rows'}{', all options' if extras else ''}",
         there | numbers | dict.fromkeys(constants, "constexpr"),
         constants,
-        num_warps=max(1, min(8, lanes // 32)),
+        num_warps=warps,
         divisible_by_16=frozenset(there) | (frozenset(strides) if padded else frozenset()),
     )

@@ -49,6 +49,7 @@ from fusestep.ops.linear_cross_entropy_ops import (
 )
 from fusestep.ops.linear_cross_entropy_passes import FP16_FACTOR, OP
 from fusestep.ops.registry import Op, Proof, catalogue, is_plain, relative_error
+from fusestep.ops.scale import run_scale, scale_op
 
 WHO = OP
 _GRAPH_BREAK = "ranks that share a vocabulary exchange numbers in the middle of the operation"
@@ -160,8 +161,9 @@ class _InForward(torch.autograd.Function):
         refuse_second(WHO)
         *gradients, rest = ctx.saved_tensors
         scale = dtotal if rest is None else dtotal * rest
+        run = run_scale if ctx.call.plain and is_plain(dtotal) else scale_op
         found = (
-            _scaled(gradient, scale, dtype) if wanted else None
+            run(gradient, scale, dtype) if wanted else None
             for gradient, wanted, dtype in zip(gradients, ctx.call.wanted, ctx.dtypes, strict=True)
         )
         return *found, None, None, None, None, None
@@ -178,15 +180,6 @@ def _held_in_fp16(target: Tensor, token_weights: Tensor | None, ignore_index: in
         return factor
     largest = torch.where(target != ignore_index, token_weights.abs(), 0.0).amax()
     return factor / torch.where(largest > 0.0, largest, 1.0)
-
-
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient · scale, computed in fp32 and rounded to `dtype`, in one pass, with no memory but the result's."""
-    # With a dimension, for torch would round a 0-d factor to the dtype of the gradient first.
-    scale = scale.reshape(1)
-    if torch.compiler.is_compiling():
-        return (gradient * scale).to(dtype)
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def linear_cross_entropy(
