@@ -21,7 +21,7 @@ from benchmarks import timing
 from benchmarks.steps import MODELS, SETUPS
 from benchmarks.training import Prepared, Work
 
-NAMES = ("fusestep bf16", "fusestep fp8 delayed", "native, amp")
+NAMES = ("fusestep bf16", "fusestep fp8 delayed")
 IS_TINY = False
 TINY = {"IS_TINY": True} | {"NAMES": NAMES[:1]}
 #: Where compiled code is kept, and the variables that say so.
@@ -31,11 +31,6 @@ COLUMNS = ("configuration", "cache", "compile + capture s", "first step s", "pro
 IDENTITY = ("configuration", "cache")
 #: Seconds of a host, which differ from one machine to the next: compared with nothing.
 RATIOS: dict[str, str] = {}
-
-
-def ours(row: dict[str, Any]) -> bool:
-    """Whether a row is of our code."""
-    return str(row["configuration"]).startswith("fusestep")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
