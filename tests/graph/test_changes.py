@@ -298,8 +298,10 @@ def test_tensors_of_a_batch_may_be_made_to_require_gradients(stand: Any) -> None
 def test_a_history_that_would_end_at_the_batch_is_refused() -> None:
     step, _ = pair()
     x, y = data(1)[0]
-    with pytest.raises(UserError, match=r"of shape \(6, 5\) that was computed from others .* compute it in loss_fn"):
+    with pytest.raises(UserError, match=r"of shape \(6, 5\) that was computed from others .* use it in loss_fn"):
         step(x.requires_grad_() * 2, y)
+    with pytest.raises(UserError, match=r"of shape \(6, 5\) that is a parameter"):
+        step(nn.Parameter(x.detach()), y)
 
 
 @pytest.mark.usefixtures("stand")
@@ -345,6 +347,18 @@ def test_casts_of_weights_are_not_kept_from_step_to_step() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         losses = [step(*batch) for batch in batches]
     assert all(torch.equal(loss, twin(*batch)) for loss, batch in zip(losses, batches, strict=True))
+
+
+def test_a_loss_without_a_gradient_is_refused_and_the_callers_grad_mode_does_not_matter(stand: Any) -> None:
+    step, twin = pair()
+    for batch in data(6):
+        with torch.no_grad():
+            loss = step(*batch)
+        assert torch.equal(loss, twin(*batch))
+    assert stand.replays == 3
+    step.model.requires_grad_(False)
+    with pytest.raises(UserError, match="a loss without a gradient"):
+        step(*data(1)[0])
 
 
 def test_main_gradients_from_before_are_refused() -> None:

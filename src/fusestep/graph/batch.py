@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusestep.errors import UserError
@@ -17,17 +17,19 @@ class Batch:
 
     Args:
         arguments: tensors, plain values, and containers of them.
-    Raises: UserError for values that cannot be compared from batch to batch, and for tensors with a history.
+    Raises: UserError for values that cannot be compared from batch to batch, for tensors with a history, and for
+        parameters.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self._leaves, self._form = tree_flatten(arguments)
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
-                if leaf.grad_fn is not None:
+                if leaf.grad_fn is not None or isinstance(leaf, nn.Parameter):
+                    what = "is a parameter" if leaf.is_leaf else "was computed from others with gradients"
                     raise UserError(
-                        f"TrainStep: a batch has a tensor of shape {tuple(leaf.shape)} that was computed from others "
-                        "with gradients, which would end at the batch; compute it in loss_fn, or pass its detach()."
+                        f"TrainStep: a batch has a tensor of shape {tuple(leaf.shape)} that {what}, and gradients end "
+                        "at the batch; use it in loss_fn or the model, or pass its detach()."
                     )
             elif not _is_comparable(leaf):
                 raise UserError(

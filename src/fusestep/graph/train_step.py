@@ -184,8 +184,9 @@ class TrainStep:
                 host (pinned ones are copied without waiting) or on the model's device; anything else must be hashable
                 and is part of the graph.
         Returns: the loss, 0-d, on the model's device, without a gradient.
-        Raises: UserError for a loss of several elements, batches that cannot be cut into micro-batches or come with a
-            history, gradients that are there already. Where loss_fn raises nothing is stepped, and no gradient stays.
+        Raises: UserError for a loss of several elements or without a gradient, batches that cannot be cut into
+            micro-batches or come with a history, gradients that are there already. Where loss_fn raises nothing is
+            stepped, and no gradient stays.
         """
         given = Batch(batch)
         self._check_gradients()
@@ -252,7 +253,7 @@ class TrainStep:
         if self.before is not None:
             self.before()
         total: Tensor | None = None
-        with ExitStack() as regions:
+        with torch.enable_grad(), ExitStack() as regions:
             if self.fp8_recipe is not None:  # one region a step, so that micro-batches share their scales
                 regions.enter_context(fp8_autocast(recipe=self.fp8_recipe))
             for number, part in enumerate(batch.parts(self.accumulate), 1):
@@ -279,6 +280,11 @@ class TrainStep:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
+        if not loss.requires_grad:
+            raise UserError(
+                "TrainStep: loss_fn returned a loss without a gradient, since nothing that it depends on is trained or "
+                "something on its way was detached; train a parameter that it depends on."
+            )
         loss = loss.reshape(()) if self.accumulate == 1 else loss.reshape(()) / self.accumulate
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss
