@@ -94,7 +94,11 @@ def main() -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ", ".join(f"{name} ({seconds} s)" for name, seconds in parts.PARTS.items())
-    parser.add_argument("parts", nargs="*", help=f"which, and what each takes on an H200: {known}; all without one")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        help=f"which (a module's name is all of its parts), and what each takes on an H200: {known}; all without one",
+    )
     parser.add_argument("--seconds", type=float, help="begin no row of a part after N seconds; 3 times its usual time")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--against", type=Path, default=RESULTS, help="folder of the results to compare with")

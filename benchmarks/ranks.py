@@ -77,8 +77,7 @@ TINY = {
     "COMPILING": 30.0,
 }  # fmt: skip
 
-COLUMNS = ("configuration", "precision", "mode", "path", "scaling", "step ms", "of one", "sent", "exposed ms",
-           "GB reserved", "plan: ms", "GB", "over native", "loss")  # fmt: skip
+COLUMNS = ("configuration", "step ms", "of one", "sent", "exposed ms", "GB", "plan: ms", "GB", "over native", "loss")
 IDENTITY = ("configuration", "precision", "mode", "path", "kind", "ranks")
 RATIOS = {"efficiency": "more", "over_native": "more"}
 
@@ -95,7 +94,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         return "" if row[name] is None else form.format(row[name] / unit)
 
     return [
-        *(row[name] for name in ("configuration", "precision", "mode", "path", "kind")),
+        ", ".join(row[name] for name in ("configuration", "precision", "path", "mode", "kind")),
         shown("step_ms", "{:.2f}"),
         shown("efficiency", "{:.3f}"),
         shown("sent_share", "{:.1%}"),
