@@ -34,6 +34,7 @@ from fusestep.optim import (
     accumulate_in_fp32,
     clip_grad_norm_,
 )
+from fusestep.optim.adam_masters import lying_as
 from harness import placed, run_ranks
 from layouts import Layout, batch, net, whole
 
@@ -350,7 +351,9 @@ def says_what_does_not_fit() -> None:
 
 
 def states(rank: int, folder: Path) -> list[float]:
-    masters_and_moments_lie_as_their_parameters(rank)
+    for store in (False, True):
+        masters_and_moments_lie_as_their_parameters(rank, store)
+    remainders_are_saved_as_masters(folder / "remainders")
     states_move_to_and_from_one_process()
     torch_loads_ours_and_ours_loads_torchs()
     return saves_with_dcp(folder)
@@ -361,9 +364,10 @@ def fsdp(model: nn.Module) -> nn.Module:
     return model
 
 
-def masters_and_moments_lie_as_their_parameters(rank: int) -> None:
+def masters_and_moments_lie_as_their_parameters(rank: int, store: bool) -> None:
     """And an update of parts is that of the whole, bit for bit, given the same gradients."""
     options: dict[str, Any] = {"lr": 0.01, "master_weights": True, "moment_dtype": torch.bfloat16}
+    options["store_param_remainders"] = store
     alone, model = net(torch.bfloat16), fsdp(net(torch.bfloat16))
     ours, its = FusedAdam(model.parameters(), **options), FusedAdam(alone.parameters(), **options)
     for step in range(3):
@@ -379,11 +383,52 @@ def masters_and_moments_lie_as_their_parameters(rank: int) -> None:
         for key, dtype in (
             ("exp_avg", torch.bfloat16),
             ("exp_avg_sq", torch.bfloat16),
-            ("master_param", torch.float32),
+            ("master_remainder", torch.int16) if store else ("master_param", torch.float32),
         ):
             value = ours.state[own][key]
             assert (type(value), value.dtype, value.placements) == (DTensor, dtype, own.placements)
-            assert torch.equal(value.full_tensor(), its.state[whole_one][key])
+            gathered = lying_as(whole_one, value) if key == "master_remainder" else value.full_tensor()
+            assert torch.equal(gathered, its.state[whole_one][key])
+
+
+def remainders_are_saved_as_masters(folder: Path) -> None:
+    """By torch.distributed.checkpoint, from one way of keeping masters into the other, models loaded after them."""
+
+    def trained(model: nn.Module, optimizer: FusedAdam, first: int) -> None:
+        for step in range(first, first + 2):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                assert isinstance(p, DTensor)
+                gradient = torch.randn(p.shape, generator=generator).bfloat16()
+                p.grad = distribute_tensor(gradient, p.device_mesh, p.placements)
+            optimizer.step()
+
+    def masters(model: nn.Module, optimizer: FusedAdam) -> list[Tensor]:
+        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        return [values["master_param"] for values in state.values()]
+
+    model = fsdp(net(torch.bfloat16))
+    optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True, store_param_remainders=True)
+    for turn, store in enumerate((False, True, False)):
+        trained(model, optimizer, 2 * turn)
+        kept = masters(model, optimizer)
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / str(turn))
+        model = fsdp(net(torch.bfloat16))
+        optimizer = FusedAdam(model.parameters(), lr=0.5, master_weights=True, store_param_remainders=store)
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder / str(turn))
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        model.load_state_dict(weights)
+        found = masters(model, optimizer)
+        assert {master.dtype for master in found} <= {torch.float32}
+        assert all(map(torch.equal, found, kept))
+    straight = fsdp(net(torch.bfloat16))
+    other = FusedAdam(straight.parameters(), lr=0.01, master_weights=True)
+    trained(model, optimizer, 6)
+    for first in range(0, 8, 2):
+        trained(straight, other, first)
+    assert all(map(torch.equal, masters(model, optimizer), masters(straight, other)))
 
 
 def states_move_to_and_from_one_process() -> None:

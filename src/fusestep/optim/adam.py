@@ -12,7 +12,7 @@ from fusestep.distributed.groups import local_of
 from fusestep.errors import UserError
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.ops.adam_kernel import MOMENT_DTYPES
-from fusestep.optim.adam_masters import is_rounded, part_master, put_together
+from fusestep.optim.adam_masters import is_rounded, lying_as, part_master, put_together
 from fusestep.optim.adam_plan import AdamPlan
 from fusestep.optim.base import FusedOptimizer
 from fusestep.optim.loading import MASTER, NOTHING, REMAINDER
@@ -143,6 +143,8 @@ class FusedAdam(FusedOptimizer):
         if self._keeps_remainder(parameter):
             if MASTER in state:
                 part_master(parameter, state)
+            elif REMAINDER in state:
+                state[REMAINDER] = lying_as(parameter, state[REMAINDER])
         elif REMAINDER in state:
             state[MASTER] = put_together(parameter, state.pop(REMAINDER))
         super()._complete_state(parameter, group)

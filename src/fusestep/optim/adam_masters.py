@@ -11,10 +11,25 @@ from fusestep.optim.loading import MASTER, REMAINDER
 from fusestep.optim.plan_parts import State
 
 
+def lying_as(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """A remainder laid out over processes as a parameter is: the same object where it is so already."""
+    if not is_dtensor(remainder):
+        return laid_out(remainder, parameter)
+    if is_dtensor(parameter) and (parameter.device_mesh, parameter.placements) == (
+        remainder.device_mesh,
+        remainder.placements,
+    ):
+        return remainder
+    # Collectives take no int16.
+    moved = laid_out(wrapped(local_of(remainder).int(), remainder), parameter)
+    short = local_of(moved).short()
+    return wrapped(short, moved) if is_dtensor(moved) else short
+
+
 def put_together(parameter: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master of a bf16 parameter, laid out over processes as that is."""
     here = local_of(parameter)
-    master = whole(here, local_of(laid_out(remainder, parameter)).to(here.device))
+    master = whole(here, local_of(lying_as(parameter, remainder)).to(here.device))
     return wrapped(master, parameter) if is_dtensor(parameter) else master
 
 
@@ -32,7 +47,7 @@ def part_master(parameter: Tensor, state: State) -> None:
     high, low = parted(master)
     here.copy_(high)
     kept: Tensor | None = state.get(REMAINDER)
-    if kept is None:
+    if kept is None or local_of(kept).shape != low.shape:
         state[REMAINDER] = wrapped(low, parameter) if is_dtensor(parameter) else low
     else:
         local_of(kept).copy_(low)
