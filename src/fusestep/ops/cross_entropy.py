@@ -206,13 +206,18 @@ def cross_entropy(
     if reduction == "none":
         return losses.view(input.shape[:-1])
     total = losses.sum()
-    return total if reduction == "sum" else total / divisor(target, weights, ignore_index)
+    return total if reduction == "sum" else total / divisor(target, weights, ignore_index, total.dtype)
 
 
-def divisor(target: Tensor, token_weights: Tensor | None, ignore_index: int) -> Tensor:
-    """What the mean divides by, 0-d on the device: the number of tokens that count, or the sum of their weights."""
+def divisor(target: Tensor, token_weights: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What the mean divides by, 0-d on the device: the number of tokens that count, or the sum of their weights.
+
+    In `dtype`, that of statistics: to count in it at once spares launches that would convert the number.
+    """
     is_counted = target != ignore_index
-    return is_counted.sum() if token_weights is None else torch.where(is_counted, token_weights, 0.0).sum()
+    if token_weights is None:
+        return is_counted.sum(dtype=dtype)
+    return torch.where(is_counted, token_weights, 0.0).sum(dtype=dtype)
 
 
 def flat_weights(token_weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -288,7 +288,7 @@ def linear_cross_entropy(
         call = _Call(options, dtype, sum_dtype, wanted, chunk_tokens or 0, plain, share)
         if reduction != "none" and gradients != "recompute" and any(wanted):
             if reduction == "mean":
-                upstream = divisor(target, weights, ignore_index).to(statistics_dtype(dtype)).reciprocal()
+                upstream = divisor(target, weights, ignore_index, statistics_dtype(dtype)).reciprocal()
             else:
                 upstream = torch.ones((), dtype=statistics_dtype(dtype), device=x.device)
             held = _held_in_fp16(target, weights, ignore_index) if dtype is torch.float16 else None
@@ -298,7 +298,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return losses.view(shape)
     total = losses.sum()
-    return total if reduction == "sum" else total / divisor(target, weights, ignore_index)
+    return total if reduction == "sum" else total / divisor(target, weights, ignore_index, total.dtype)
 
 
 def _seen_by(parallel: TensorParallel | None, shape: torch.Size) -> torch.Size:
