@@ -16,10 +16,11 @@ import pytest
 
 from fusestep.ladder import crowd as module
 from fusestep.ladder import turns
+from fusestep.ladder.config import LadderConfig
 from fusestep.ladder.crowd import Asked, Crowd, at_once
 from fusestep.ladder.jobs import Jobs
 from fusestep.ladder.journal import Journal
-from fusestep.ladder.plan import LadderConfig, plan
+from fusestep.ladder.plan import plan
 from fusestep.ladder.processes import Reply, Workers
 from fusestep.ladder.rungs import recipe_of
 from fusestep.ladder.worker import FORKS

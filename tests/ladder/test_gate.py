@@ -43,6 +43,17 @@ def test_where_the_noise_is_not_known_the_tolerance_alone_counts_and_only_a_fini
     assert judge([*BASELINE[:-1], math.nan], BASELINE, None, "fp32").is_settled
 
 
+def test_no_noise_lets_everything_pass() -> None:
+    """A loss that is random makes a noise that would allow any other."""
+    random = scaled(1.4)
+    verdict = judge(scaled(1.3), BASELINE, random, "fp32")
+    assert not verdict.passed
+    assert verdict.tolerance == 0.05
+    assert verdict.is_random
+    assert "rung 1's own loss is 40.000% off with its sums reordered" in verdict.reason
+    assert judge(scaled(1.04), BASELINE, random, "fp32").passed
+
+
 def test_a_loss_that_is_not_finite_fails_and_says_at_which_step() -> None:
     for bad in (math.nan, math.inf):
         curve = [*BASELINE[:6], bad, *BASELINE[7:]]

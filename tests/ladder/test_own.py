@@ -132,7 +132,7 @@ def test_a_task_is_counted_and_rungs_that_change_nothing_say_why() -> None:
     assert found.moved("bf16") == 32 * found.parameters + found.operands // 2
     assert set(found.unchanged) == {"fused-norm", "blocks", "loss"}
     assert "no LayerNorm or RMSNorm" in found.unchanged["fused-norm"]
-    assert "give its object a fused_loss" in found.unchanged["loss"]
+    assert "object with a fused_loss" in found.unchanged["loss"]
     assert found.swapped == {"fp8": "2 × Linear"}
 
 
@@ -331,7 +331,7 @@ def test_rungs_run_on_ones_own_model_and_those_that_change_nothing_are_not_measu
     assert measured.contenders[0].check.passed, measured.contenders[0].check.reason
     assert any("Without te, whose parts are made for whole GPTs" in note for note in measured.notes)
     plain = report.as_dict(measured)
-    assert plain["title"]["model"].startswith("--model own_models:normed: Sequential of 0.0 M parameters")
+    assert plain["title"]["model"].startswith("--model own_models:normed: Sequential of 876 parameters")
     row = next(rung for rung in plain["rungs"] if rung["name"] == "loss")
     assert row["status"] == "changes nothing"
     assert plain["plan"]["gate_data"] == "its own"

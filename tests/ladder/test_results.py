@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_a_reference_that_is_slower_is_printed_as_a_loss() -> None:
     comparison = compare(rung_result([20.0, 21.0, 20.5], parts=parts), BASE, NAMES)
     assert comparison.claim == "slower"
     assert comparison.reason.endswith("ran as its reference, not fused: no GPU")
+
+
+def test_a_loss_is_not_put_down_to_the_reference_of_another_rungs_part_alone() -> None:
+    parts = (Part("adam", "torch", "no GPU"), FUSED[1])
+    reason = compare(rung_result([20.0, 21.0, 20.5], parts=parts), BASE, NAMES).reason
+    assert reason.startswith(f"{RUNGS[2].slower_when}; and the fused part adam ran as its reference")
+
+
+def test_in_a_model_of_the_users_a_rungs_own_part_is_named_before_others() -> None:
+    parts = tuple(Part(name, "torch", f"no GPU for {name}") for name in NAMES)
+    own = replace(rung_result([5.0, 5.5, 5.2], parts=parts), is_own=True)
+    assert compare(own, BASE, ["layer_norm"]).reason.endswith("no GPU for layer_norm")
+    others = replace(own, rounds=rung_result([5.0] * 3, parts=parts[:1]).rounds)
+    assert compare(others, BASE, ["layer_norm"]).reason.endswith("no GPU for adam")
 
 
 def test_a_part_that_is_not_in_the_step_claims_nothing() -> None:

@@ -122,7 +122,10 @@ def test_one_round_tells_nothing(make_ladder: Make, made: Any) -> None:
 
 @pytest.mark.parametrize(
     ("first", "words"),
-    [({"failure": "its process crashed."}, "did not run"), ({"passed": False}, "did not pass the gate")],
+    [
+        ({"failure": "its process crashed."}, "did not run"),
+        ({"passed": False}, "did not pass the gate: its loss after 3 steps is 9.0000"),
+    ],
 )
 def test_nothing_can_be_told_without_the_first_rung(
     make_ladder: Make, made: Any, first: dict[str, Any], words: str
@@ -130,6 +133,38 @@ def test_nothing_can_be_told_without_the_first_rung(
     said = conclude(make_ladder({"adam": made(SLOW, **first), "amp": made(FAST)}))
     assert said.headline == f"No gain can be told on A GPU: adam, which all are compared with, {words}."
     assert finding(said, "amp").decision == "cannot tell"
+
+
+def test_what_fails_with_the_first_rung_is_not_blamed_for_it(make_ladder: Make, made: Any) -> None:
+    said = conclude(make_ladder({"adam": made(SLOW, passed=False), "amp": made(FAST, passed=False)}))
+    assert finding(said, "amp").decision == "cannot tell"
+    assert finding(said, "amp").why == "adam did not pass the gate either, so nothing judges it"
+    assert not any("failed by" in line for line in said.remarks)
+
+
+@pytest.mark.parametrize(("busy", "decision"), [(0.2, "cannot tell"), (0.28, "leave off")])
+def test_what_only_the_host_holds_up_is_not_to_be_left_off_where_a_graph_follows(
+    make_ladder: Make, made: Any, busy: float, decision: str
+) -> None:
+    """The rung before needs 5 ms of the device; this one 4 or 5.6 of its 20."""
+    rungs = {"adam": made(SLOW), "amp": made((10.0, 10.1, 9.9), busy=0.5), "fp8": made(MIDDLE, busy=busy)}
+    said = conclude(make_ladder({**rungs, "graph": made(FAST)}))
+    assert said.best == "graph"
+    assert finding(said, "fp8").decision == decision
+    assert ("the device needs 4.00 ms for a step where it needed 5.00" in finding(said, "fp8").why) == (busy == 0.2)
+    assert any(line.startswith("fp8 slowed it down") for line in said.remarks) == (busy == 0.28)
+    # Nothing takes the launches away where no graph follows.
+    assert finding(conclude(make_ladder(rungs)), "fp8").decision == "leave off"
+
+
+def test_the_headline_says_where_pytorch_itself_is_faster(make_ladder: Make, made: Any) -> None:
+    rungs = {"adam": made(SLOW), "amp": made((10.0, 10.1, 9.9))}
+    said = conclude(make_ladder(rungs, beside={"native-amp": (8.0, 8.08, 7.92), "native-bf16": FAST}))
+    assert said.headline.endswith("; PyTorch's own best, native-amp, is faster still, by 1.25 times.")
+    assert "with weights and moments in BF16 too, is 2.0" in remark(said, "native-bf16, PyTorch's own")
+    said = conclude(make_ladder(rungs, beside={"native-amp": MIDDLE, "native-bf16": MIDDLE}))
+    assert said.headline.endswith(").")
+    assert not any(line.startswith("native-bf16") for line in said.remarks)
 
 
 def test_one_rung_alone_has_nothing_to_be_compared_with(make_ladder: Make, made: Any) -> None:

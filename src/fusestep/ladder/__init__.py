@@ -5,7 +5,7 @@ each in a process of its own), `journal.py` keeps them as they come. `results.py
 `verdict.py` what to switch on; `table.py`, `report.py`, `page.py` and `plots.py` write it down.
 """
 
-from fusestep.ladder.plan import LadderConfig
+from fusestep.ladder.config import LadderConfig
 from fusestep.ladder.results import Ladder
 from fusestep.ladder.run import ladder
 

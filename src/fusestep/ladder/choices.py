@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +10,9 @@ from fusestep import hardware
 from fusestep.errors import UserError
 from fusestep.fp8 import support
 from fusestep.fp8.recipes import recipe_named
+from fusestep.ladder.config import LadderConfig
 from fusestep.ladder.rungs import Rung, recipe_of
 from fusestep.language import interpreted
-
-if TYPE_CHECKING:
-    from fusestep.ladder.plan import LadderConfig
 
 
 def remarks(config: LadderConfig, names: Sequence[str], rungs: Sequence[Rung], device: torch.device) -> list[str]:

@@ -138,7 +138,10 @@ def _rungs(own: Own, device: torch.device, asked: Sequence[str]) -> tuple[dict[s
     if "loss" in asked and hasattr(own.task, "fused_loss"):
         swapped["loss"] = "its loss for its own fused_loss"
     elif "loss" in asked:
-        why = "its loss is computed outside of the model; give its object a fused_loss that calls linear_cross_entropy"
+        why = (
+            "its loss is computed outside of the model; let the factory return an object with a fused_loss(model, "
+            "batch) that calls fusestep.linear_cross_entropy"
+        )
         note("loss", heads, _why(report, "ForCausalLM", why))
     if "fp8" in asked:
         kinds = [row.kind for row, module in modules if is_a(module, FP8Linear)]

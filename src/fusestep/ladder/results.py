@@ -83,7 +83,9 @@ class RungResult(Measured):
         """
         for name in names:
             for r in self.rounds:
-                found = [part for part in r.parts if part.name == name or (self.is_own and name != "train_step")]
+                found = [part for part in r.parts if part.name == name]
+                if self.is_own and name != "train_step":
+                    found += [part for part in r.parts if part.name != name]
                 for part in found or [Part(name, "absent", "the step did not call it")]:
                     if part.implementation not in SERVED:
                         return part
@@ -150,7 +152,11 @@ def claim(this: RungResult, other: Measured, over: str, fused: Sequence[str], sl
     if part is not None:
         what = "was emulated" if part.implementation == "emulated" else "ran as its reference, not fused"
         why = f"the fused part {part.name} {what}: {part.reason}"
-        return Comparison(over, gain, "slower", why) if gain.is_slower else nothing(why)
+        if not gain.is_slower:
+            return nothing(why)
+        # What another rung brought is not this one's reason by itself.
+        cause = "" if part.name == this.rung.fused else _likely_cause(this, slower_when)
+        return Comparison(over, gain, "slower", f"{cause}; and {why}" if cause else why)
     for name, result in ((over, other), (this.rung.name, this)):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:
             return nothing(

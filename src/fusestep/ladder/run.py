@@ -13,11 +13,12 @@ import torch
 
 from fusestep.ladder import beside, environment, gate
 from fusestep.ladder.ceilings import Ceilings
+from fusestep.ladder.config import LadderConfig
 from fusestep.ladder.crowd import Asked, Crowd, at_once
 from fusestep.ladder.jobs import Jobs, Progress
 from fusestep.ladder.journal import Journal
 from fusestep.ladder.measured import Round
-from fusestep.ladder.plan import LadderConfig, Plan, plan
+from fusestep.ladder.plan import Plan, plan
 from fusestep.ladder.processes import ENVIRONMENT, Reply, Workers
 from fusestep.ladder.results import ContenderResult, Ladder, RungResult, compare
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung

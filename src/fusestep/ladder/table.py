@@ -20,6 +20,7 @@ from fusestep.ladder.words import (
     remarks_of,
     runs_as,
     status_of,
+    steps_in_words,
 )
 
 #: Kernels of a rung that a terminal has room for; the files hold more.
@@ -37,7 +38,7 @@ def show(ladder: Ladder, console: Console) -> None:
         highlight=False,
     )
     console.print(
-        f"{model(ladder)} | {counted(plan['rounds'], 'round')} of {plan['steps']} steps, data {plan['data']}",
+        f"{model(ladder)} | {counted(plan['rounds'], 'round')} of {steps_in_words(ladder)} steps, data {plan['data']}",
         highlight=False,
     )
     console.print()

@@ -26,15 +26,28 @@ def model(ladder: Ladder) -> str:
     plan = ladder.plan
     if plan.get("factory") is not None:
         return (
-            f"--model {plan['factory']}: {plan['described']['kind']} of {plan['parameters'] / 1e6:.1f} M parameters, "
+            f"--model {plan['factory']}: {plan['described']['kind']} of {_many(plan['parameters'])} parameters, "
             f"{plan['tokens_per_step']} tokens a step"
         )
     sizes = plan["model"]
     return (
-        f"preset {plan['preset']}: {plan['parameters'] / 1e6:.1f} M parameters, {sizes['layers']} layers × "
+        f"preset {plan['preset']}: {_many(plan['parameters'])} parameters, {sizes['layers']} layers × "
         f"{sizes['width']} wide, context {sizes['context']}, vocabulary {sizes['vocab_size']}, "
         f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step)"
     )
+
+
+def _many(count: int) -> str:
+    """A number of parameters: "950", "12.3 K", "28.9 M"."""
+    return next((f"{count / unit:,.1f} {name}" for unit, name in ((1e6, "M"), (1e3, "K")) if count >= unit), str(count))
+
+
+def steps_in_words(ladder: Ladder) -> str:
+    """Timed steps of a process, "36" or "12–36": those that take long are timed less often."""
+    counts = {len(r.timing.steps) for one in (*ladder.rungs, *ladder.contenders) for r in one.rounds}
+    if not counts:
+        return str(ladder.plan["steps"])
+    return "–".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
 def claim_in_words(comparison: Comparison | None) -> str:
