@@ -22,6 +22,7 @@ from fusestep import TrainStep
 from fusestep.errors import UserError
 from fusestep.fp8.held import Copies, give
 from fusestep.graph import watch
+from fusestep.graph.rates import Rates
 from fusestep.optim import FusedAdam, accumulate_in_fp32
 
 
@@ -128,9 +129,52 @@ def test_a_schedule_that_moves_betas_gets_no_graph_and_is_told_so(stand: Any) ->
         take(step, twin, [batch])
         for schedule in schedules:
             schedule.step()
-    assert len(step.captures) == 3
+    assert not step.captures
     assert str(step.fallback).startswith("the option 'betas' in group 0 of FusedAdam keeps changing")
     assert "cycle_momentum=False" in str(step.fallback)
+    take(step, twin, data(60))  # the schedule has come to its end
+    assert step.fallback is None
+    assert len(step.captures) == 1
+
+
+def test_what_changes_between_the_last_step_and_the_capture_is_seen(stand: Any) -> None:
+    step, twin = pair()
+    take(step, twin, data(3))
+    for one in (step, twin):
+        one.model.first.requires_grad_(False)
+    take(step, twin, data(1))
+    assert not step.captures
+    take(step, twin, data(4))
+    assert (len(step.captures), step.fallback) == (1, None)
+
+
+def test_rates_are_kept_in_the_tensors_that_graphs_read() -> None:
+    first, last = nn.Linear(2, 3), nn.Linear(3, 2)
+    shared = torch.tensor(0.5)
+    groups = [{"params": first.parameters()}, {"params": last.parameters()}]
+    optimizer = FusedAdam(groups, shared, capturable=True)
+    rates = Rates(torch.device("cpu"))
+    found = optimizer.param_groups
+
+    def told() -> list[float]:
+        rates.keep(optimizer)
+        assert all(isinstance(group["lr"], Tensor) for group in found)
+        return [float(group["lr"]) for group in found]
+
+    assert told() == [0.5, 0.5]
+    found[0]["lr"], found[1]["lr"] = 0.25, 0.125  # of their own from now on
+    assert told() == [0.25, 0.125]
+    kept = [group["lr"] for group in found]
+    found[0]["lr"], found[1]["lr"] = 0.0625, torch.tensor([2.0])
+    assert told() == [0.0625, 2.0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 4.0})
+    assert told() == [0.0625, 2.0, 4.0]
+    assert [group["lr"] for group in found[:2]] == kept
+    assert all(a is b for a, b in zip(kept, (group["lr"] for group in found), strict=False))
+    plain = torch.optim.SGD(first.parameters(), lr=0.5)
+    Rates(torch.device("cpu")).keep(plain)
+    assert plain.param_groups[0]["lr"] == 0.5
+    assert not isinstance(plain.param_groups[0]["lr"], Tensor)
 
 
 def test_changes_that_are_far_apart_drop_graphs_as_often_as_they_come(stand: Any) -> None:

@@ -1,6 +1,6 @@
 """The whole training step as one CUDA graph: `train_step.py` takes the steps, `batch.py` knows what a step is fed,
-`baked.py` what a graph holds that may change under it, `watch.py` what no graph can hold, and `recovery.py` comes back
-from a capture that failed.
+`baked.py` what a graph holds that may change under it, `rates.py` where it reads learning rates, `watch.py` what no
+graph can hold, `segments.py` keeps memory together, and `recovery.py` comes back from a capture that failed.
 """
 
 from fusestep.graph.recovery import recovered_capture

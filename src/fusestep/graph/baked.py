@@ -6,7 +6,6 @@ All of it is compared before each replay, at the host's expense: identity where 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter, is_, itemgetter
@@ -59,6 +58,7 @@ class Baked:
 
     def forget(self) -> None:
         """Hold nothing, as there are no graphs."""
+        self._is_held = False
         self._modules: list[nn.Module] = []
         self._casting: list[FP8Module] = []
         self._parameters: list[nn.Parameter] = []
@@ -67,7 +67,6 @@ class Baked:
         self._objects: list[list[Any]] = []
         self._values: list[Any] = []
         self._options: list[dict[str, Any]] = []
-        self._rates: list[Any] = []
         self._copies: list[Copies | None] = []
         self._revision = -1
         self._relied_on: Held = {}
@@ -76,7 +75,10 @@ class Baked:
         self._settled: frozenset[int] = frozenset()
 
     def remember(self) -> None:
-        """The first graph was captured: from now on everything stays as it is."""
+        """A first graph is about to be captured: from now on everything stays as it is."""
+        if self._is_held:
+            return
+        self._is_held = True
         model = self._step.model
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._buffers = list(model.buffers())
@@ -85,12 +87,12 @@ class Baked:
         self._objects = [objects for _, objects in self._found_objects()]
         self._values = [values for _, values in self._found_values()]
         self._options = self._found_options()
-        self._rates = [group.get("lr") for group in self._step.optimizer.param_groups]
         self._copies, self._revision = self._found_copies(), revision()
 
     def has_changed(self) -> str | None:
-        """What changed that graphs hold, in words; a learning rate that is a number goes to where they read it."""
-        self._keep_learning_rates()
+        """What changed that graphs hold, in words; None for nothing, or where nothing is remembered."""
+        if not self._is_held:
+            return None
         for (what, found), known in zip(self._found_objects(), self._objects, strict=True):
             if len(found) != len(known) or not all(map(is_, found, known)):
                 return what
@@ -148,8 +150,10 @@ class Baked:
         self._watched = unwritten(self._watched)
         return holding(self._watched)
 
-    def rely_on(self, copies: Held, settled: frozenset[int]) -> None:
+    def rely_on(self, copies: Held, settled: frozenset[int], *, is_first: bool) -> None:
         """A graph reads these copies, and relies on these `settled_slots` to hold a scale."""
+        if is_first:  # copies that the capture itself has asked for, it writes
+            self._copies, self._revision = self._found_copies(), revision()
         self._relied_on |= copies
         self._tables |= self._watched
         self._settled |= settled
@@ -157,18 +161,6 @@ class Baked:
     def stale_copies(self) -> list[nn.Parameter]:
         """Weights that a graph reads as copies which are not of what the weights are, as after loading a state."""
         return [parameter for parameter, part in self._relied_on.items() if not part.is_current(parameter)]
-
-    def _keep_learning_rates(self) -> None:
-        """A number that someone put in the place of the tensor which the graph reads goes into that tensor.
-
-        Unless several groups read the same one: they may be given different numbers, and that is a change.
-        """
-        readers = Counter(map(id, self._rates))
-        for group, rate in zip(self._step.optimizer.param_groups, self._rates, strict=False):
-            given = group.get("lr")
-            if isinstance(rate, Tensor) and given is not rate and readers[id(rate)] == 1:
-                rate.copy_(torch.as_tensor(given).reshape(rate.shape), non_blocking=True)
-                group["lr"] = rate
 
     def _has_lost_a_scale(self) -> bool:
         """Whether a slot that graphs rely on has no scale any more. The host waits where somebody wrote in a table."""

@@ -45,6 +45,7 @@ from fusestep.fp8.recipes import Recipe
 from fusestep.graph import ranks, segments
 from fusestep.graph.baked import Baked
 from fusestep.graph.batch import Batch
+from fusestep.graph.rates import Rates
 from fusestep.graph.recovery import recovered_capture
 from fusestep.graph.watch import HostState, Places, waits
 from fusestep.nn.fp8_module import FP8Module
@@ -56,8 +57,9 @@ logger = logging.getLogger("fusestep")
 #: Steps that run one launch at a time before a shape's first capture, and before one after something had changed.
 WARM_UP, WARM_UP_AGAIN = 3, 1
 
-#: Graphs that were dropped after fewer replays than these, so many times in a row, are not worth their captures.
-FEWEST_REPLAYS, MOST_DROPS = 3, 3
+#: Where graphs were dropped after fewer replays than these, so many times in a row, for something that had changed, so
+#: many steps run one launch at a time before the next try.
+FEWEST_REPLAYS, MOST_DROPS, REST = 3, 3, 50
 
 #: Optimizers whose last step was captured. They keep the tables of their last step for a graph, so that each capture
 #: follows a step outside of any, whoever's it was.
@@ -164,9 +166,10 @@ class TrainStep:
         self.fallback: str | None = None
         self.device = _device_of(model)
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
-        self._baked = Baked(self)
+        self._baked, self._rates = Baked(self), Rates(self.device)
         self._replays = 0  # of the graphs there are
         self._drops = 0  # of graphs that hardly replayed, in a row
+        self._rest = 0  # steps until the next try
         self._has_made_room = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -190,13 +193,21 @@ class TrainStep:
         """
         given = Batch(batch)
         self._check_gradients()
-        if not self._is_wanted or self.fallback is not None:
+        if self._rest > 0:
+            self._rest -= 1
+            self.fallback = self.fallback if self._rest > 0 else None
+            _captured.discard(self.optimizer)
+            return self._eager(given.on(self.device))
+        if self._runs_without():
             return self._eager(given.on(self.device))
         if (unfit := given.unfit()) is not None:
             self._fall_back(unfit)
             return self._eager(given.on(self.device))
-        what = self._baked.has_changed() if self._has_graphs() else None
-        if what is not None and not self._may_capture_anew(what):
+        self._rates.keep(self.optimizer)
+        what = self._baked.has_changed()
+        if what is not None:
+            self._capture_anew(what)
+        if self._runs_without():
             return self._eager(given.on(self.device))
         shape = self._shape_of(given)
         is_due = shape.graph is None and self.optimizer in _captured
@@ -206,12 +217,8 @@ class TrainStep:
             loss = (self._watched if is_last else self._aside)(given.on(self.device))
             shape.warm_up = max(shape.warm_up - 1, 0)
             return loss
-        if shape.graph is None:
-            is_first = not self._has_graphs()
-            if not self._capture(shape, given.on(self.device)):
-                return self._eager(given.on(self.device))
-            if is_first:
-                self._baked.remember()
+        if shape.graph is None and not self._capture(shape, given.on(self.device)):
+            return self._eager(given.on(self.device))
         with torch.no_grad():  # loss_fn may have them require gradients
             for static, part in zip(shape.inputs, given.tensors, strict=True):
                 static.copy_(part, non_blocking=True)
@@ -334,13 +341,11 @@ class TrainStep:
                 group["capturable"] = True
         elif not all(group.get("capturable", True) for group in optimizer.param_groups):
             return f"{type(optimizer).__name__} was built with capturable=False; pass capturable=True"
-        for group in optimizer.param_groups:
-            lr = group.get("lr")
-            if "capturable" in group and not (isinstance(lr, Tensor) and lr.device == self.device):
-                group["lr"] = torch.full((), float(group["lr"]), device=self.device)
+        self._rates.keep(optimizer)
         return None
 
     def _fall_back(self, reason: str) -> None:
+        """Run one launch at a time from now on, or for the steps of a rest."""
         self.reset()
         self.fallback = reason
         dispatch.announce_fallback(
@@ -386,6 +391,8 @@ class TrainStep:
             )
         elif (kept := host.changed()) is not None:
             self._fall_back(kept)
+        else:
+            self._baked.remember()
         return loss
 
     def _capture(self, shape: _Shape, batch: Batch) -> bool:
@@ -424,7 +431,7 @@ class TrainStep:
             self._fall_back(reason)
             return False
         _captured.add(self.optimizer)
-        self._baked.rely_on(copies, settled)
+        self._baked.rely_on(copies, settled, is_first=not self._has_graphs())
         shape.inputs, shape.graph, shape.loss = inputs, graph, loss
         grown = torch.cuda.memory_reserved(self.device) - reserved
         cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
@@ -439,29 +446,32 @@ class TrainStep:
 
     # What a graph has baked in
 
+    def _runs_without(self) -> bool:
+        """Whether steps run one launch at a time for good, or for a rest."""
+        return not self._is_wanted or self.fallback is not None
+
     def _has_graphs(self) -> bool:
         return any(shape.graph is not None for shape in self._shapes.values())
 
-    def _may_capture_anew(self, what: str) -> bool:
-        """Something changed that graphs hold, `what` in words: drop them; False, announced, where it keeps changing."""
+    def _capture_anew(self, what: str) -> None:
+        """Something changed that graphs hold, `what` in words: drop them, and rest where it keeps changing."""
         self._drops = self._drops + 1 if self._replays < FEWEST_REPLAYS else 0
         self._replays = 0
-        reason = self._prepare_optimizer()
-        if reason is None and self._drops >= MOST_DROPS:
-            reason = (
-                f"{what} keeps changing, which a graph would keep as it was; leave it alone (a schedule that moves "
-                "betas takes cycle_momentum=False), or keep it in a tensor on the device that is written in place"
-            )
-        if reason is not None:
+        if (reason := self._prepare_optimizer()) is not None:
             self._fall_back(reason)
-            return False
+            return
         logger.info("TrainStep: %s changed, so the step is captured anew", what)
         for shape in self._shapes.values():
             shape.graph = shape.loss = None
             shape.warm_up = WARM_UP_AGAIN
         self._baked.forget()
         self._pool = None
-        return True
+        if self._drops >= MOST_DROPS:
+            self._rest = REST
+            self._fall_back(
+                f"{what} keeps changing, which a graph would keep as it was; leave it alone (a schedule that moves "
+                "betas takes cycle_momentum=False), or keep it in a tensor on the device that is written in place"
+            )
 
     def _has_stale_copies(self) -> bool:
         """Whether weights that a graph reads as copies, in FP8 or in 16 bits, are not what the copies are of.
@@ -471,7 +481,7 @@ class TrainStep:
         """
         stale = self._baked.stale_copies()
         if not all(parameter.requires_grad for parameter in stale):
-            self._may_capture_anew("a frozen weight")
+            self._capture_anew("a frozen weight")
         return bool(stale)
 
 
