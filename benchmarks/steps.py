@@ -155,6 +155,7 @@ def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
             "configuration": setup.name,
             "precision": setup.recipe.precision,
             **setup.dtypes,
+            "remainders": setup.masters,
         }
         if "failed" in reply:
             yield row | reply

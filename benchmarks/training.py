@@ -144,9 +144,14 @@ def build(work: Work) -> Callable[..., Tensor]:
 
 
 def with_masters(recipe: Recipe, subject: OnDevice, device: torch.device) -> TrainStep:
-    """Ours with bf16 weights and fp32 masters: products in bf16 need no autocast then."""
+    """Ours with bf16 weights and fp32 masters: products in bf16 need no autocast then.
+
+    Of each master the optimizer keeps the 16 bits that its weight does not hold, which is the same fp32 number.
+    """
     model = subject.model(dataclasses.replace(recipe, weights="bf16"), device)
-    optimizer = FusedAdam(model.parameters(), lr=recipe.lr, weight_decay=0.01, master_weights=True)
+    optimizer = FusedAdam(
+        model.parameters(), lr=recipe.lr, weight_decay=0.01, master_weights=True, store_param_remainders=True
+    )
     fp8 = recipe_named(recipe.scaling) if recipe.precision == "fp8" else None
     return TrainStep(model, subject.loss(recipe), optimizer, fp8_recipe=fp8)
 

@@ -114,6 +114,7 @@ def step_cases(result: Mapping[str, Any]) -> Iterator[Case]:
             precision=row["precision"],
             recipe="current" if "current" in name else "delayed",
             weights="bf16" if "masters" in name else "fp32",
+            remainders=row.get("remainders", False),
             loss="torch" if "torch's loss" in name else "fused",
             graph=True,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fusestep.errors import UserError
 from fusestep.plan import SHAPES, Estimate, Rates, Work, estimate, measured_rates
 
 RATES = measured_rates()
@@ -29,6 +30,20 @@ def test_a_small_step_waits_for_the_host_unless_it_is_one_graph() -> None:
     assert eager.seconds == pytest.approx(eager.time.host + lines(eager)["optimizer"])
     large = estimate(Work(SHAPES["scaleup"], batch=64, precision="bf16"))
     assert lines(large)["waiting for the host"] == 0
+
+
+def test_remainders_of_masters_are_less_to_keep_and_to_move() -> None:
+    whole, stored = (
+        estimate(Work(SHAPES["gpt2"], precision="bf16", weights="bf16", remainders=store), RATES)
+        for store in (False, True)
+    )
+    parameters = whole.work.shape.parameters
+    moved = lines(whole)["optimizer"] - lines(stored)["optimizer"]
+    assert moved == pytest.approx(2 * parameters / (RATES["copy"] * RATES["adam"]))
+    held = [sum(line.amount for line in plan.memory) for plan in (whole, stored)]
+    assert held[0] - held[1] == pytest.approx(2 * parameters)
+    with pytest.raises(UserError, match="remainders are of masters of bf16 weights, and --weights is fp32"):
+        Work(SHAPES["gpt2"], precision="bf16", remainders=True)
 
 
 def test_what_is_sent_beside_computing_counts_as_far_as_it_is_longer() -> None:

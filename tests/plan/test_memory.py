@@ -24,11 +24,11 @@ def named(work: Work) -> dict[str, float]:
     return {line.name: line.amount for line in estimate(work).memory}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_masters_moments_and_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "store"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_weights_masters_moments_and_gradients(dtype: torch.dtype, store: bool) -> None:
     model = GPT(CONFIG, dtype=dtype)
     is_narrow = dtype is torch.bfloat16
-    optimizer = FusedAdam(model.parameters(), master_weights=is_narrow)
+    optimizer = FusedAdam(model.parameters(), master_weights=is_narrow, store_param_remainders=store)
     tokens = torch.randint(112, (2, 24))
     model.loss(tokens, tokens).backward()
     gradients = sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
@@ -37,9 +37,11 @@ def test_weights_masters_moments_and_gradients(dtype: torch.dtype) -> None:
         value.nbytes for one in optimizer.state.values() for value in one.values() if getattr(value, "ndim", 0) > 0
     )
     kind = "bf16" if is_narrow else "fp32"
-    lines = named(Work(Shape.of(CONFIG), batch=2, precision=kind, weights=kind, keeps_gradients=True))
+    work = Work(Shape.of(CONFIG), batch=2, precision=kind, weights=kind, remainders=store, keeps_gradients=True)
+    lines = named(work)
     assert lines["weights"] == sum(one.nbytes for one in model.parameters())
-    assert lines["moments, fp32"] + lines.get("master weights, fp32", 0) == state
+    kept = "remainders of masters" if store else "master weights, fp32"
+    assert lines["moments, fp32"] + lines.get(kept, 0) == state
     assert lines["gradients"] == gradients
 
 

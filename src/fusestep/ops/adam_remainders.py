@@ -28,16 +28,15 @@ def whole(parameter: Tensor, remainder: Tensor) -> Tensor:
         parameter: bf16.
         remainder: int16, of the same shape.
     """
-    high = parameter.detach().view(torch.int16).int()
-    low = torch.where((high & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
-    return ((high << 16) + low).view(torch.float32)
+    values = parameter.detach()
+    low = torch.where(values == 0, remainder.clamp(min=0), remainder)
+    return (values.float().view(torch.int32) + low).view(torch.float32)
 
 
 def parted(master: Tensor) -> tuple[Tensor, Tensor]:
     """(the bf16 parameter, the int16 remainder) of an fp32 master, each of its shape."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+    return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
 
 
 @triton.jit

@@ -207,8 +207,9 @@ def _optimizer(work: Work, rates: Rates) -> tuple[Line, ...]:
     blocks, head = copied_bytes(work)
     g = 4 if s > 1 or work.weight == 4 or work.accumulate > 1 else 2
     if work.optimizer == "fused":
-        # Gradient read, moments and weight (or master) read and written; a 16-bit weight and copies written.
-        each = g + 24 + (2 if work.weight == 2 else 0)
+        # Gradient read, moments and weight (or master) read and written; a 16-bit weight and copies written. A weight
+        # and the remainder of its master are as wide as one.
+        each = g + 24 + (2 if work.weight == 2 and not work.remainders else 0)
         what = f"{each} bytes (gradient; moments and weight read and written)"
         copies = blocks * shape.layers * shape.block_matrices / layout.tensor / s
         copies += head * shape.vocab_size * shape.width / layout.tensor / s

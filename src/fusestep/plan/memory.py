@@ -37,7 +37,9 @@ def _states(work: Work) -> tuple[Line, ...]:
     P, s = held(work.shape, layout.tensor), layout.shards
     of = f"P {short(P)}, s {s}"
     lines = [Line("weights", w * P / s, "bytes of a weight · parameters / shards", f"w · P / s: w {w}, {of}")]
-    if w == 2:
+    if work.remainders:
+        lines.append(Line("remainders of masters", 2 * P / s, "2 · parameters / shards", f"2 · P / s: {of}"))
+    elif w == 2:
         lines.append(Line("master weights, fp32", 4 * P / s, "4 · parameters / shards", f"4 · P / s: {of}"))
     moments = Line("moments, fp32", 8 * P / s, "two of 4 bytes · parameters / shards", f"8 · P / s: {of}")
     return (*lines, moments)

@@ -30,6 +30,8 @@ class Work:
         context_parallel: ranks that share each sequence in attention. The trainer has no such option yet.
         graph: the whole step in one CUDA graph; else launched one kernel at a time, as `fusestep train` does.
         optimizer: "fused", or torch's own: "torch" (one pass for each operation) or "torch-fused".
+        remainders: fp32 masters of bf16 weights are kept as what these leave of them (FusedAdam's
+            store_param_remainders). The trainer keeps them whole.
         loss: "fused" (no rank holds all logits) or "torch".
         keeps_gradients: gradients live on through the forward pass, as in loops that free them after it.
 
@@ -51,6 +53,7 @@ class Work:
     context_parallel: int = 1
     graph: bool = False
     optimizer: Literal["fused", "torch", "torch-fused"] = "fused"
+    remainders: bool = False
     loss: Literal["fused", "torch"] = "fused"
     keeps_gradients: bool = False
     layout: Layout = field(init=False)
@@ -77,6 +80,8 @@ class Work:
                 f"--weights is {self.weights} and --precision is {self.precision}; weights are fp32, or of the "
                 "precision that is computed in (bf16 for fp8)."
             )
+        if self.remainders and self.weights != "bf16":
+            raise UserError(f"remainders are of masters of bf16 weights, and --weights is {self.weights}.")
         object.__setattr__(self, "layout", Layout.of(self))
 
     @property
