@@ -28,10 +28,15 @@ BLOCK, WARPS = 2048, 4
 @triton.jit(do_not_specialize=["elements"])
 def _scale_kernel(x_ptr, scale_ptr, y_ptr, elements, BLOCK: tl.constexpr):
     """A block of elements a program."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < elements
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, x * tl.load(scale_ptr).to(tl.float32), mask=mask)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    scale = tl.load(scale_ptr).to(tl.float32)
+    # Compared with an end of which nothing is known, elements would be read and written one by one: the last block is.
+    if start + BLOCK <= elements:
+        tl.store(y_ptr + at, tl.load(x_ptr + at).to(tl.float32) * scale)
+    else:
+        mask = at < elements
+        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale, mask=mask)
 
 
 def scale_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
