@@ -391,7 +391,7 @@ class TrainStep:
             )
         elif (kept := host.changed()) is not None:
             self._fall_back(kept)
-        else:
+        elif not self._runs_without():
             self._baked.remember()
         return loss
 
