@@ -32,9 +32,13 @@ GPT2 = [(50304, 768), (1024, 768), *[(768,), (768,), (2304, 768), (2304,), (768,
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_step_never_waits_for_the_device_from_the_first_on(max_grad_norm: float | None, no_waiting: NoWaiting) -> None:
+@pytest.mark.parametrize("store", [False, True])
+def test_step_never_waits_for_the_device_from_the_first_on(
+    max_grad_norm: float | None, store: bool, no_waiting: NoWaiting
+) -> None:
     ours = [*parameters([(40, 30), (7,)]), *parameters([(50, 3)], torch.bfloat16)]
-    optimizer = FusedAdam(ours, max_grad_norm=max_grad_norm, master_weights=True, **OPTIONS)
+    masters = {"master_weights": True, "store_param_remainders": store}
+    optimizer = FusedAdam(ours, max_grad_norm=max_grad_norm, **masters, **OPTIONS)
     with no_waiting():
         for number in range(3):
             optimizer.step()
@@ -89,6 +93,28 @@ def test_real_shapes_equal_float64(dtype: torch.dtype, max_grad_norm: float | No
             assert torch.equal(p.detach(), master.bfloat16())
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_real_shapes_have_the_same_masters_whole_and_by_their_remainders(max_grad_norm: float | None) -> None:
+    runs = []
+    for store in (False, True):
+        torch.manual_seed(8)
+        ours = parameters(GPT2, torch.bfloat16)
+        masters = {"master_weights": True, "store_param_remainders": store}
+        optimizer = FusedAdam(ours, max_grad_norm=max_grad_norm, **masters, **OPTIONS)
+        for _ in range(5):
+            for p in ours:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        runs.append((ours, [state["master_param"] for state in optimizer.state_dict()["state"].values()]))
+        del optimizer
+    (wholes, masters_of), (stored, others) = runs
+    for p, q, master, other in zip(wholes, stored, masters_of, others, strict=True):
+        assert torch.equal(master, other)
+        places = p.detach().view(torch.int16).int() - q.detach().view(torch.int16).int()
+        is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+        assert bool(((places == 0) | (is_tie & (places.abs() == 1))).all())
+
+
 def test_real_shapes_give_the_same_bits_twice() -> None:
     found = []
     for _ in range(2):
@@ -127,15 +153,14 @@ def captured(optimizer: FusedAdam) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_ten_replays_with_a_schedule_equal_ten_eager_steps(max_grad_norm: float | None) -> None:
+@pytest.mark.parametrize(("max_grad_norm", "store"), [(None, False), (0.5, False), (0.5, True)])
+def test_ten_replays_with_a_schedule_equal_ten_eager_steps(max_grad_norm: float | None, store: bool) -> None:
     runs = []
     for is_graph in (True, False):
         torch.manual_seed(5)
         ours = [*parameters([(40, 30), (7,), ()]), *parameters([(50, 30)], torch.bfloat16)]
-        optimizer = FusedAdam(
-            ours, capturable=True, master_weights=True, max_grad_norm=max_grad_norm, **{**OPTIONS, "lr": 0.1}
-        )
+        options = {**OPTIONS, "lr": 0.1, "master_weights": True, "store_param_remainders": store}
+        optimizer = FusedAdam(ours, capturable=True, max_grad_norm=max_grad_norm, **options)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=8)
         generator = torch.Generator("cuda").manual_seed(9)
         if is_graph:
@@ -150,7 +175,9 @@ def test_ten_replays_with_a_schedule_equal_ten_eager_steps(max_grad_norm: float 
         steps = [float(optimizer.state[p]["step"]) for p in ours]
         assert steps == [11.0] * len(ours)
         assert int(optimizer.applied_steps) == 11
+        saved = optimizer.state_dict()["state"]
         runs.append([p.detach().clone() for p in ours] + [optimizer.last_grad_norm.clone().nan_to_num()])
+        runs[-1].append(saved[3]["master_param"])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -241,6 +268,18 @@ def test_more_than_2_31_elements_step_to_the_last(all_are: Callable[[torch.Tenso
     optimizer.step()
     assert float(optimizer.last_grad_norm) == pytest.approx(math.sqrt(size), rel=1e-6)
     assert all_are(ours.detach(), -0.5)
+
+
+def test_remainders_past_2_31_elements(all_are: Callable[[torch.Tensor, float], bool]) -> None:
+    ours = nn.Parameter(torch.zeros((1 << 31) + 1031, device="cuda", dtype=torch.bfloat16))
+    ours.grad = torch.ones_like(ours)
+    masters = {"master_weights": True, "store_param_remainders": True}
+    optimizer = FusedAdam([ours], lr=1 + 2**-10, moment_dtype=torch.bfloat16, **masters)
+    optimizer.step()
+    assert all_are(ours.detach(), -1.0)
+    remainder = optimizer.state[ours]["master_remainder"]
+    assert all_are(remainder, float(remainder[0]))
+    assert float(remainder[0]) == pytest.approx(2**-10 * 2**23, abs=16)  # of the places of a number that begins with 1
 
 
 def test_strided_parameters_past_2_31_elements() -> None:
