@@ -29,6 +29,8 @@ from fusestep.optim import FusedAdam, accumulate_in_fp32
 class Model(nn.Module):
     """A small one, with a dropout that does nothing, a buffer, and a count of its own."""
 
+    shift = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -40,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.last(self.drop(self.first(x).tanh())) * self.scale
+        return self.last(self.drop(self.first(x).tanh())) * self.scale + self.shift
 
 
 def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -88,6 +90,7 @@ def _with_another_group(step: TrainStep) -> None:
 CHANGES: dict[str, Callable[[TrainStep], object]] = {
     "a dropout's p": lambda step: setattr(step.model.drop, "p", 1.0),
     "an attribute": lambda step: setattr(step.model, "scale", 3.0),
+    "an attribute that hides the class's": lambda step: setattr(step.model, "shift", 2.0),
     "an attribute that is gone": lambda step: step.model.first.__dict__.pop("in_features"),  # type: ignore[union-attr]
     "a hook on a parameter": _with_a_hook_on_a_parameter,
     "a hook after accumulation": _with_a_hook_after_accumulation,

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -326,6 +327,88 @@ class TestGraph:
         run_both(step, twin, batches(3, self.device))
         assert len(step.captures) == 1
         assert float(step.optimizer.param_groups[0]["lr"]) == 0.125
+
+    def test_rates_that_are_set_as_numbers_before_each_step(self) -> None:
+        step, twin = pair(plain(self.device), adam={**OPTIONS, "capturable": True})
+        for number, batch in enumerate(batches(9, self.device)):
+            for one in (step, twin):
+                one.optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            run_both(step, twin, [batch])
+        assert (len(step.captures), step.fallback) == (1, None)
+
+    def test_two_steps_share_a_model_and_an_optimizer(self) -> None:
+        def other(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.l1_loss(model(x).float(), y)
+
+        step, twin = pair(plain(self.device))
+        second, second_twin = (
+            TrainStep(one.model, other, one.optimizer, capture=one is step, autocast=torch.bfloat16)
+            for one in (step, twin)
+        )
+        for batch in batches(12, self.device):
+            run_both(step, twin, [batch])
+            run_both(second, second_twin, [batch])
+        assert len(step.captures) >= 1
+        assert len(second.captures) >= 1
+        assert (step.fallback, second.fallback) == (None, None)
+
+    def test_loss_fn_may_have_the_batch_require_gradients(self) -> None:
+        def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return mean_square(model, x, y) + slope.square().mean()
+
+        torch.manual_seed(3)
+        step, twin = pair(nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 7)).to(self.device), penalised)
+        run_both(step, twin, batches(8, self.device))
+        assert len(step.captures) == 1
+
+    def test_a_change_right_before_the_capture_is_followed(self) -> None:
+        step, twin = pair(plain(self.device))
+        data = batches(8, self.device)
+        run_both(step, twin, data[:3])
+        for one in (step, twin):
+            one.model[0].requires_grad_(False)
+        run_both(step, twin, data[3:])
+        assert (len(step.captures), step.fallback) == (1, None)
+
+    def test_who_waits_in_another_thread_does_no_harm(self) -> None:
+        step, twin = pair(plain(self.device))
+        data = batches(8, self.device)
+        is_over = threading.Event()
+
+        def wait() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                one = torch.ones(3, device=self.device)
+                while not is_over.is_set():
+                    one.sum().item()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            losses = [step(*batch) for batch in data]
+        finally:
+            is_over.set()
+            thread.join()
+        assert torch.equal(torch.stack(losses), torch.stack([twin(*batch) for batch in data]))
+        assert step.fallback is None
+
+    def test_memory_is_free_as_soon_as_nobody_holds_the_step(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to(self.device)
+        step = TrainStep(model, lambda model, x: model(x).square().mean(), FusedAdam(model.parameters()))
+        x = torch.randn(1 << 13, 512, device=self.device)
+        for _ in range(6):
+            step(x)
+        assert len(step.captures) == 1
+        gc.disable()
+        try:
+            del step, model, x
+            assert torch.cuda.memory_allocated() - before < 1 << 20
+        finally:
+            gc.enable()
 
     def test_evaluation_and_checkpoints_between_steps(self) -> None:
         step, twin = pair(plain(self.device, dropout=0.3))
