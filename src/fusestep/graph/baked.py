@@ -34,11 +34,14 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Attributes(NamedTuple):
-    """Plain attributes of a module: their names, what reads them all at once, and what it read."""
+    """Plain attributes of a module: their names, what reads them all at once, what it read, and how many attributes
+    of any kind there were, which is quick to compare: a new one may hide that of the class.
+    """
 
     names: tuple[str, ...]
     read: itemgetter[Any]
     values: tuple[Any, ...]
+    count: int
 
 
 class Baked:
@@ -96,7 +99,13 @@ class Baked:
         for (what, found), known in zip(self._found_objects(), self._objects, strict=True):
             if len(found) != len(known) or not all(map(is_, found, known)):
                 return what
-        for module, (names, read, values) in zip(self._modules, self._attributes, strict=True):
+        for number, module in enumerate(self._modules):
+            names, read, values, count = self._attributes[number]
+            if len(module.__dict__) != count:
+                new = sorted(set(self._attributes_of(module).names).difference(names))
+                if new:
+                    return f"the attribute {new[0]!r} of {type(module).__name__}"
+                self._attributes[number] = self._attributes[number]._replace(count=len(module.__dict__))
             if not names:
                 continue
             try:
@@ -243,10 +252,10 @@ class Baked:
         written = self._written.get(module, ())
         names = tuple(name for name in _plain(module) if name not in written)
         if not names:
-            return _Attributes((), itemgetter(0), ())
+            return _Attributes((), itemgetter(0), (), len(module.__dict__))
         names = (names[0], *names)  # of one name itemgetter would make no tuple
         read = itemgetter(*names)
-        return _Attributes(names, read, read(module.__dict__))
+        return _Attributes(names, read, read(module.__dict__), len(module.__dict__))
 
 
 class _Same:
