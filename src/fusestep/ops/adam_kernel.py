@@ -353,9 +353,11 @@ def compilations() -> Iterator[Compilation]:
             continue
         if parameter != torch.bfloat16 and master == Master.REMAINDER:
             continue
-        # fp16 differs from bf16, of which all are compiled, in its conversions, and so do remainders from masters: the
-        # least code of them, and the most.
-        if is_gated != is_strided and (torch.float16 in (parameter, gradient) or master == Master.REMAINDER):
+        # fp16 differs from bf16, of which all are compiled, in its conversions: the least code of it, and the most.
+        if torch.float16 in (parameter, gradient) and is_gated != is_strided:
+            continue
+        # So do remainders from masters: the most code of them, in which the rest is.
+        if master == Master.REMAINDER and not (is_gated and is_strided):
             continue
         values = (
             KERNEL_DTYPES[parameter],
