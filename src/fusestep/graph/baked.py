@@ -41,7 +41,7 @@ class _Attributes(NamedTuple):
     names: tuple[str, ...]
     read: itemgetter[Any]
     values: tuple[Any, ...]
-    count: int
+    size: int
 
 
 class Baked:
@@ -100,12 +100,12 @@ class Baked:
             if len(found) != len(known) or not all(map(is_, found, known)):
                 return what
         for number, module in enumerate(self._modules):
-            names, read, values, count = self._attributes[number]
-            if len(module.__dict__) != count:
+            names, read, values, size = self._attributes[number]
+            if len(module.__dict__) != size:
                 new = sorted(set(self._attributes_of(module).names).difference(names))
                 if new:
                     return f"the attribute {new[0]!r} of {type(module).__name__}"
-                self._attributes[number] = self._attributes[number]._replace(count=len(module.__dict__))
+                self._attributes[number] = self._attributes[number]._replace(size=len(module.__dict__))
             if not names:
                 continue
             try:
