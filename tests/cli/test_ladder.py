@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fusestep.cli import main
+
 COMMAND = [sys.executable, "-m", "fusestep", "ladder"]
 SMALL = ["--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "12", "--gate-steps", "10", "--batch", "2"]
 SMALL += ["--natives", "none"]
@@ -24,6 +26,18 @@ def call(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says before it ends with status 2, in this process: it has not come to start any."""
+    with pytest.raises(SystemExit) as ended:
+        main(["ladder", *arguments])
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith("fusestep ladder: ")
+    assert said.err.count("\n") == 1
+    return said.err
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +88,24 @@ def test_the_files_agree_with_each_other(finished: subprocess.CompletedProcess[s
     assert "faster" not in [rung["claim_over_first"] for rung in kept["rungs"]]
 
 
-def test_a_second_ladder_does_not_overwrite_the_first(finished: subprocess.CompletedProcess[str], folder: Path) -> None:
+def test_a_second_ladder_does_not_overwrite_the_first(
+    finished: subprocess.CompletedProcess[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = (folder / "kept" / "ladder.json").read_bytes()
-    again = call(*SMALL, "--out", "kept", folder=folder)
-    assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-    assert "--out kept already holds a ladder" in again.stderr
+    monkeypatch.chdir(folder)
+    assert "--out kept already holds a ladder" in refused(*SMALL, "--out", "kept", capsys=capsys)
     assert (folder / "kept" / "ladder.json").read_bytes() == before
 
 
-def test_json_is_all_of_stdout(tmp_path: Path) -> None:
-    done = call(*SMALL, "--rungs", "adam", "--rounds", "1", "--json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads((tmp_path / "ladder" / "ladder.json").read_text())
-
-
 @pytest.mark.parametrize(("option", "value"), [("--data", "text:/no/such/folder"), ("--model", "no_such_module:model")])
-def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(option: str, value: str, tmp_path: Path) -> None:
-    done = call(option, value, folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("fusestep ladder: ")
-    assert done.stderr.count("\n") == 1
-    assert value.partition(":")[0 if option == "--model" else 2] in done.stderr
+def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(
+    option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert value.partition(":")[0 if option == "--model" else 2] in refused(option, value, capsys=capsys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,11 +140,12 @@ def test_stopping_it_leaves_no_worker_and_resume_goes_on(number: signal.Signals,
     if number == signal.SIGINT:
         return
 
-    resumed = call(*SMALL, "--rungs", "adam,amp", "--resume", folder=tmp_path)
+    resumed = call(*SMALL, "--rungs", "adam,amp", "--resume", "--json", folder=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stderr.count("timing") == 2
     assert "gate" not in resumed.stderr
     kept = json.loads((tmp_path / "ladder" / "ladder.json").read_text())
+    assert json.loads(resumed.stdout) == kept  # and it is all of stdout
     assert [len(rung["rounds"]) for rung in kept["rungs"]] == [2, 2]
     assert kept["notes"][-1].startswith("Measured in 2 sittings")
     assert not (tmp_path / "ladder" / "ladder.unfinished.json").exists()
