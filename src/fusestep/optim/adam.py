@@ -70,8 +70,6 @@ class FusedAdam(FusedOptimizer):
     _dense: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _kin: ClassVar[str] = "FusedAdam or torch.optim.AdamW without amsgrad"
     _kept: ClassVar[tuple[str, ...]] = (*FusedOptimizer._kept, "moment_dtype", "store_param_remainders")
-    #: Of pickles that are older than the option.
-    store_param_remainders: bool = False
 
     def __init__(
         self,
