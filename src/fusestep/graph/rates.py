@@ -33,7 +33,10 @@ class Rates:
             if given is None or given is rate:
                 continue
             if rate is not None and readers[id(rate)] == 1:
-                rate.copy_(torch.as_tensor(given).reshape(rate.shape), non_blocking=True)
+                if isinstance(given, Tensor):
+                    rate.copy_(given.reshape(rate.shape), non_blocking=True)
+                else:
+                    rate.fill_(given)  # a launch with the number, where a copy from the host may wait
             elif isinstance(given, Tensor) and given.device == self._device:
                 rate = given
             elif group.get("capturable", False):
