@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import hypothesis
 import pytest
@@ -38,6 +40,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if belongs(item)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def language_is_patched_once_a_launch() -> Iterator[None]:
+    """The interpreter's kernels run in four fifths of their time.
+
+    A launch puts the interpreter's functions into Triton's language; each call of a function within the kernel does so
+    again, which changes nothing and takes longer than most of these functions.
+    """
+    if not INTERPRETED or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        parts = [part for part in function.__globals__.values() if part is language or part is language.core]
+        is_patched = bool(parts) and not any(language.core.is_builtin(part.load) for part in parts)
+        return interpreter._LangPatchScope() if is_patched else patch(function)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", patch_once)
+        yield
 
 
 @pytest.fixture(autouse=True)
