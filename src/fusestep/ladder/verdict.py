@@ -123,7 +123,7 @@ def _finding(
     if comparison.claim == "slower" and graphed is not None and is_held_up(result, previous):
         why = (
             f"{figure} while the host launches each kernel, but the device needs {result.device:.2f} ms for a step "
-            f"where it needed {previous.device:.2f}: {graphed} takes the launches from the host and has it in its own"
+            f"where it needed {previous.device:.2f}: {graphed} takes them from the host, with {name} in its figure"
         )
         return Finding(name, "cannot tell", why + memory)
     if comparison.claim == "slower":

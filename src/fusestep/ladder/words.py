@@ -188,6 +188,7 @@ def remarks_of(ladder: Ladder) -> list[str]:
     lines.append(
         (f"{ladder.rungs[0].rung.name} is {baseline}; " if baseline else "")
         + "FP32 is full FP32, TF32 is off. × is times faster, with its "
-        f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step."
+        f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step"
+        + (", with others made ready beside it on this host." if ladder.environment["gpu"] is not None else ".")
     )
     return lines
