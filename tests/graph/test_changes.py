@@ -90,6 +90,7 @@ def _with_another_group(step: TrainStep) -> None:
 CHANGES: dict[str, Callable[[TrainStep], object]] = {
     "a dropout's p": lambda step: setattr(step.model.drop, "p", 1.0),
     "an attribute": lambda step: setattr(step.model, "scale", 3.0),
+    "an attribute that is a tensor now": lambda step: setattr(step.model, "scale", torch.tensor([1.0, 2.0, 3.0])),
     "an attribute that hides the class's": lambda step: setattr(step.model, "shift", 2.0),
     "an attribute that is gone": lambda step: step.model.first.__dict__.pop("in_features"),  # type: ignore[union-attr]
     "a hook on a parameter": _with_a_hook_on_a_parameter,

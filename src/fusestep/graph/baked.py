@@ -112,10 +112,11 @@ class Baked:
                 found_values = read(module.__dict__)
             except KeyError as error:
                 return f"the attribute {error} of {type(module).__name__}"
-            if found_values != values:
-                pairs = zip(names, found_values, values, strict=True)
-                changed = next(name for name, new, old in pairs if new is not old and new != old)
-                return f"the attribute {changed!r} of {type(module).__name__}"
+            if not all(map(is_, found_values, values)):
+                for name, now, before in zip(names, found_values, values, strict=True):
+                    # What was a plain value may be a tensor now, of which "equal" would wait, or raise.
+                    if now is not before and (type(now) not in PLAIN or now != before):
+                        return f"the attribute {name!r} of {type(module).__name__}"
         for (what, found), known in zip(self._found_values(), self._values, strict=True):
             if found != known:
                 return what
