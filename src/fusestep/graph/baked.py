@@ -49,7 +49,8 @@ class Baked:
 
     def __init__(self, step: TrainStep) -> None:
         self._owner = weakref.ref(step)  # a cycle would keep the graphs' memory until Python looks for cycles
-        #: Names of attributes that modules write themselves as they run, such as counts: no graph reads them.
+        #: Names of attributes that modules write themselves as they run, such as counts; replays, which run no Python,
+        #: leave them as they are.
         self._written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.forget()
 
