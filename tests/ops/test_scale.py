@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusestep.language import interpreted, triton
-from fusestep.ops.scale import BLOCK, compilations, run_scale, scale_op
+from fusestep.ops.scale import BLOCK, run_scale, scale_op
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,21 +60,6 @@ def test_special_values_and_the_op() -> None:
     assert found[1].isnan()
     assert found[4] == float("inf")
     torch.library.opcheck(scale_op, (torch.randn(3, 4), torch.tensor(2.0), torch.bfloat16))
-
-
-def test_the_kernel_reads_and_writes_whole_vectors() -> None:
-    compiler = pytest.importorskip("triton.compiler")
-    if interpreted():
-        pytest.skip("the interpreter compiles nothing")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    one = next(one for one in compilations() if one.label == "fp32 to bf16")
-    places = {name: place for place, name in enumerate(one.kernel.arg_names)}
-    aligned = {(places[name],): [["tt.divisibility", 16]] for name in one.divisible_by_16}
-    source = compiler.ASTSource(one.kernel, dict(one.signature), dict(one.constexprs), aligned)
-    options = {"num_warps": one.num_warps, "enable_fp_fusion": True}
-    code = triton.compile(source, target=target, options=options).asm["ptx"]
-    assert "ld.global.v4" in code
-    assert "st.global.v4" in code
 
 
 @pytest.mark.gpu

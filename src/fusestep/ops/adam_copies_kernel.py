@@ -202,8 +202,9 @@ def _cast_copies_kernel(
         slot = tl.load(rows + tensors * SLOT + tensor, mask=there, other=0).to(tl.pointer_type(tl.float32))
         scale = tl.load(slot, mask=there, other=1.0)
         missing = tl.maximum(missing, (scale == 0.0).to(tl.int32))
-    first = tl.where(tl.max(missing) != 0, tl.program_id(0), tiles).to(tl.int32)  # widened later
-    for pid in range(first, tiles, tl.num_programs(0)):
+    # From a first tile that is computed, Triton 3.9 would take nothing for a multiple of 16 and store single bytes.
+    stop = tl.where(tl.max(missing) != 0, tiles, 0).to(tl.int32)
+    for pid in range(tl.program_id(0), stop, tl.num_programs(0)):  # widened later
         tensor = tl.load(tile_tensor + pid)
         slot = tl.load(rows + tensors * SLOT + tensor).to(tl.pointer_type(tl.float32))
         has_gradient = tl.load(rows + tensors * GRADIENT + tensor) != 0
