@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import timing
-from benchmarks.training import Setup, Work, measured
+from benchmarks.training import Setup, Work, has_remainders, measured
 from fusestep.ladder import ceilings, contenders, work
 from fusestep.ladder.contenders import Contender
 from fusestep.ladder.peers import place_of
@@ -155,7 +155,7 @@ def run(copy: float, name: str) -> Iterator[dict[str, Any]]:
             "configuration": setup.name,
             "precision": setup.recipe.precision,
             **setup.dtypes,
-            "remainders": setup.masters,
+            "remainders": setup.masters and has_remainders(setup.recipe),
         }
         if "failed" in reply:
             yield row | reply

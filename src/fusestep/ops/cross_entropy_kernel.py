@@ -24,10 +24,13 @@ from fusestep.ops.registry import Compilation
 #: Rows of logits that we allocate are so many elements long, or a multiple, so that they consist of whole vectors.
 ROW_MULTIPLE = 64
 
-#: Vectors of 16 bytes that a program reads at a time, and warps that it has, at most; of rows that are walked twice, of
-#: which a multiprocessor then holds one or two.
+#: Vectors of 16 bytes that a program reads at a time, and warps that it has, at most.
 MOST_LANES, MOST_WARPS = 512, 8
-MOST_LANES_TWICE, MOST_WARPS_TWICE = 2048, 16
+
+#: The same for rows that are walked twice, by the vectors of a row: the longer, the fewer a multiprocessor may hold.
+#: Measured on an H200, whose cache has 60 MB, for rows of 64, 100 and 256 KB.
+WALKED_TWICE = ((4096, (2048, 16)), (8192, (2048, 32)))
+WALKED_TWICE_LONGEST = (4096, 32)
 
 _TANH_SERIES = tl.constexpr(0.1)
 
@@ -208,8 +211,11 @@ def _cross_entropy_kernel(
 
 def _program(columns: int, vector: int, twice: bool) -> tuple[int, int]:
     """(lanes, warps) of a program whose row is so long."""
-    most, warps = (MOST_LANES_TWICE, MOST_WARPS_TWICE) if twice else (MOST_LANES, MOST_WARPS)
-    lanes = min(most, max(32, triton.next_power_of_2(-(-columns // vector))))
+    vectors = -(-columns // vector)
+    most, warps = MOST_LANES, MOST_WARPS
+    if twice:
+        most, warps = next((size for longest, size in WALKED_TWICE if vectors <= longest), WALKED_TWICE_LONGEST)
+    lanes = min(most, max(32, triton.next_power_of_2(vectors)))
     return lanes, max(1, min(warps, lanes // 32))
 
 
@@ -260,7 +266,7 @@ def compilations(in_place: bool) -> Iterator[Compilation]:
     walks = ((True, False), (True, True), (False, True)) if in_place else ((True, False), (False, True))
     for element, vector in (("bf16", 8), ("fp16", 8), ("fp32", 4)):
         for finds_lse, has_gradient in walks:
-            sizes = [_program(vector << power, vector, finds_lse and has_gradient) for power in range(5, 12)]
+            sizes = [_program(vector << power, vector, finds_lse and has_gradient) for power in range(5, 15)]
             for size in dict.fromkeys(sizes):
                 for padded in (True,) if in_place else (True, False):
                     is_usual = element == "bf16" and size == sizes[-1]
