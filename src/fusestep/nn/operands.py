@@ -2,6 +2,8 @@
 
 In FP8 the copies take the place of a cast (quantized_weights.py). Elsewhere, under torch.autocast, they take the
 place of autocast's own: `current_copies` finds those that a product may multiply by, which biased_linear.py then does.
+Where there is none yet, or a script wrote parameters since, the call casts them itself: whether copies are at hand
+decides on time, not on a bit of a result, so that a run that is resumed equals one that was not stopped.
 Either way the gradient goes to each parameter as through a cast and torch.cat.
 """
 
@@ -78,10 +80,10 @@ def put_together(parameters: tuple[Tensor, ...]) -> Tensor:
 def current_copies(
     module: nn.Module, x: Tensor, region: Region | None, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Copies in torch.autocast's dtype that the optimizer wrote, of a weight and its bias.
+    """Copies in torch.autocast's dtype, of a weight and its bias: those that the optimizer wrote, or casts.
 
-    None where this call may not multiply by them, which only training under torch.autocast may, or where one of them is
-    not of the parameters as they are now; the optimizer is then asked for what is missing.
+    None where this call may not multiply by copies, which only training under torch.autocast may. The optimizer is
+    asked for those that it was not yet.
 
     Args:
         module: whose parameters they are.
@@ -110,10 +112,11 @@ def current_copies(
             if not _may_have_copies(parameters, x, dtype):
                 return None
             attach_plain(parameters, dtype)
-        elif copies.values is not None and copies.is_current(*parameters):
+        if copies is not None and copies.values is not None and copies.is_current(*parameters):
             found.append(copies.values)
-    if len(found) < len(operands):
-        return None
+        else:
+            with torch.no_grad():
+                found.append(put_together(parameters).to(dtype))
     return found[0], None if biases is None else found[1]
 
 
