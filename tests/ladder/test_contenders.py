@@ -229,7 +229,8 @@ def test_the_verdict_sets_the_best_rung_against_native_and_the_fastest_peer(make
         beside={"native-amp": (12.0, 12.1, 11.9), "liger": (11.0, 11.1, 10.9), "te-fp8": (15.0, 15.1, 14.9)},
     )
     said = "\n".join(conclude(measured).remarks)
-    assert "amp is 1.20× (1.20–1.20) as fast as the best of native PyTorch in the same precision, native-amp." in said
+    wanted = "amp is 1.20× (1.20–1.20) as fast as the best of native PyTorch with weights in FP32, native-amp."
+    assert wanted in said
     assert "The fastest of the other libraries is liger with 11.00 ms; amp is 1.10×" in said
     text = shown(measured)
     assert "1.50× (1.49–1.51)" in text or "1.50× (1.50–1.50)" in text
