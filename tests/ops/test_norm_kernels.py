@@ -255,11 +255,16 @@ def test_offsets_have_sixty_four_bits(width: int) -> None:
     check("layer_norm", x, None)
 
 
-@given(width=st.integers(1, 70000), streams=st.sampled_from([4, 6, 8, 12]), centred=st.booleans())
+@given(
+    width=st.integers(1, 70000),
+    streams=st.sampled_from([4, 6, 8, 12]),
+    centred=st.booleans(),
+    copied=st.sampled_from([0, 2]),
+)
 @settings(deadline=None, max_examples=300)
-def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, centred: bool) -> None:
-    choice = norm_backward.backward_launch(width, streams, 4, 132, centred)
-    tile = choice.rows * choice.block * (streams + (4 if choice.reload else 0))
+def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, centred: bool, copied: int) -> None:
+    choice = norm_backward.backward_launch(width, streams, 4, 132, centred, copied)
+    tile = choice.rows * choice.block * (streams + copied + (4 if choice.reload else 0))
     assert (choice.stages - 1) * tile <= norm_backward.SHARED_MEMORY
     assert choice.programs >= 1
     assert choice.warps in (1, 2, 4, 8, 16)

@@ -310,7 +310,7 @@ SHARED_MEMORY = 98304
 
 
 def backward_launch(
-    width: int, itemsize: int, weight_itemsize: int, multiprocessors: int, centred: bool
+    width: int, itemsize: int, weight_itemsize: int, multiprocessors: int, centred: bool, copy_itemsize: int = 0
 ) -> BackwardLaunch:
     """The launch for rows of a width.
 
@@ -326,7 +326,10 @@ def backward_launch(
         weight_itemsize: bytes a column of the weight.
         multiprocessors: of the device.
         centred: LayerNorm, whose bias gradient needs as many registers again.
+        copy_itemsize: bytes a column of dx's copy, where x̂ comes from the output: a tile of it then has a place of its
+            own in shared memory.
     """
+    itemsize += copy_itemsize
     block = 1 << max(width - 1, 0).bit_length()
     if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
         return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
@@ -396,16 +399,19 @@ def prepare_backward(
     itemsize: int,
     weight_itemsize: int,
     from_output: bool,
+    copy_itemsize: int,
     weight_gradient: bool,
     bias_gradient: bool,
 ) -> BackwardLaunches:
     """The launches on rows of `width`; those of dy and x are `dy_stride` and `x_stride` apart, all else is contiguous.
 
-    `statistics` is their shape; for the item sizes see `backward_launch`.
+    `statistics` is their shape; for the item sizes see `backward_launch`. `copy_itemsize`: of dx's copy, 0 without one.
     """
     rows, columns = statistics
     multiprocessors = hardware.multiprocessors(device.index or 0)
-    choice = backward_launch(width, itemsize, weight_itemsize, multiprocessors, columns > 1)
+    choice = backward_launch(
+        width, itemsize, weight_itemsize, multiprocessors, columns > 1, copy_itemsize if from_output else 0
+    )
     tiles = -(-rows // choice.rows)
     gradients = weight_gradient + bias_gradient
     programs = 1 if gradients and tiles <= LONE_TILES else min(choice.programs, tiles)

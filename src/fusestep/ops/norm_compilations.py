@@ -58,8 +58,11 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             variants.append(("bf16", True, False, False))
         for element, has_dsum, from_output, is_lone in variants:
             itemsize = 2 if element == "bf16" else 4
+            # The gradient of a branch in 16 bits, beside that of a residual stream in fp32.
+            has_copy = has_dsum and element == "fp32"
             choice = norm_backward.backward_launch(
-                width, (3 if has_dsum else 2) * itemsize, itemsize, MULTIPROCESSORS, centred
+                *(width, (3 if has_dsum else 2) * itemsize, itemsize, MULTIPROCESSORS, centred),
+                2 if has_copy and from_output else 0,
             )
             statistics = (2 if element == "bf16" else 3) if centred else 1
             common: dict[str, Any] = {"WIDTH": width, "STATISTICS": statistics, "FROM_OUTPUT": from_output}
@@ -80,8 +83,7 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             written: dict[str, str | None] = {
                 "dsum_ptr": element if has_dsum else None,
                 "dx_ptr": element,
-                # The gradient of a branch in 16 bits, beside that of a residual stream in fp32.
-                "copy_ptr": "bf16" if has_dsum and element == "fp32" else None,
+                "copy_ptr": "bf16" if has_copy else None,
                 "first_ptr": element if is_lone else "fp32",
                 "second_ptr": element if is_lone and centred else None,
             }

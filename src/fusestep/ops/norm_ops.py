@@ -319,6 +319,7 @@ def _first_backward(
         sum(tensor.dtype.itemsize for tensor in (dy, dsum, x) if tensor is not None),
         0 if weight is None else weight.dtype.itemsize,
         from_output,
+        0 if copy_dtype is None else copy_dtype.itemsize,
         *(tensor is not None for tensor in wanted),
     )
     dweight, dbias = (None if t is None else layout(t.shape, t.dtype, t.device) for t in wanted)
