@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,20 @@ from fusestep.optim import FusedAdagrad, FusedLAMB, FusedNovoGrad, FusedSGD
 )
 def place(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def through_disk() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A state dict written to a file and read again, as it comes from there."""
+
+    def travel(state: dict[str, Any]) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        return loaded
+
+    return travel
 
 
 def sgd(state: dict[str, Any], w: Tensor, g: Tensor, o: dict[str, Any]) -> Tensor:

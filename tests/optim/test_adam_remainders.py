@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,14 +79,6 @@ def check(ours: FusedAdam, others: FusedAdam) -> None:
         assert torch.equal(p.float(), rounded_away(master))
 
 
-def through_disk(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return loaded
-
-
 @pytest.mark.parametrize(("max_grad_norm", "moment_dtype"), [(None, torch.float32), (1.0, torch.bfloat16)])
 def test_every_route_keeps_the_masters_of_whole_ones(
     place: torch.device, max_grad_norm: float | None, moment_dtype: torch.dtype
@@ -130,7 +122,9 @@ def test_neighbours_of_a_view_are_untouched(place: torch.device) -> None:
 
 @on_devices
 @pytest.mark.parametrize("stores", [(True, True), (True, False), (False, True)], ids=str)
-def test_resume_continues_bit_for_bit_in_either_way_of_keeping(place: torch.device, stores: tuple[bool, bool]) -> None:
+def test_resume_continues_bit_for_bit_in_either_way_of_keeping(
+    place: torch.device, stores: tuple[bool, bool], through_disk: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """Saved and loaded at every step, from one way into another, and the model before or after the optimizer."""
     straight = optimizer_of(parameters(place), False, max_grad_norm=1.0)
     train(straight, range(5))

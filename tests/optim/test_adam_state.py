@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,14 +35,6 @@ def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def through_disk(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return loaded
-
-
 def adamw(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, foreach=False, fused=False, **OPTIONS)
 
@@ -57,7 +49,9 @@ def assert_close(params: list[Any], others: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("ways", [(0, 1), (1, 0), (0, 1, 0, 1), (1, 0, 1)], ids=str)
-def test_state_goes_back_and_forth_between_torch_and_us(place: torch.device, ways: tuple[int, ...]) -> None:
+def test_state_goes_back_and_forth_between_torch_and_us(
+    place: torch.device, ways: tuple[int, ...], through_disk: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """0 is torch, 1 is ours; each trains 3 steps and hands on."""
     makers = (adamw, lambda params: FusedAdam(params, **OPTIONS))
     reference = parameters(place)
@@ -104,7 +98,12 @@ def test_step_is_saved_as_torch_saves_it(place: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
-def test_resume_continues_bit_for_bit(place: torch.device, dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
+def test_resume_continues_bit_for_bit(
+    place: torch.device,
+    dtype: torch.dtype,
+    moment_dtype: torch.dtype,
+    through_disk: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     options = {**OPTIONS, "master_weights": True, "moment_dtype": moment_dtype, "max_grad_norm": 1.0}
     straight = parameters(place, dtype)
     train(FusedAdam(straight, **options), range(4))
@@ -171,7 +170,9 @@ def test_options_that_a_state_lacks_keep_the_constructors_and_others_follow_the_
     assert (group["adam_w_mode"], group["bias_correction"], group["max_grad_norm"]) == (False, False, 3.0)
 
 
-def test_learning_rate_tensors_survive_loading(place: torch.device) -> None:
+def test_learning_rate_tensors_survive_loading(
+    place: torch.device, through_disk: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     params = parameters(place)
     lr = torch.tensor(0.5, device=place)
     optimizer = FusedAdam(params, lr=lr)
@@ -215,7 +216,9 @@ def test_steps_in_any_form_load(place: torch.device, form: Any) -> None:
     assert all(optimizer.state_dict()["state"][i]["step"] == 5.0 for i in range(len(SHAPES)))
 
 
-def test_groups_that_were_empty_load_with_their_options(place: torch.device) -> None:
+def test_groups_that_were_empty_load_with_their_options(
+    place: torch.device, through_disk: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     params = parameters(place)
     optimizer = FusedAdam([{"params": params}, {"params": [], "lr": 0.7}], **OPTIONS)
     train(optimizer, range(5))
@@ -224,7 +227,9 @@ def test_groups_that_were_empty_load_with_their_options(place: torch.device) -> 
     assert [group["lr"] for group in fresh.param_groups] == [0.05, 0.7]
 
 
-def test_counts_of_steps_are_restored_or_taken_from_the_state(place: torch.device) -> None:
+def test_counts_of_steps_are_restored_or_taken_from_the_state(
+    place: torch.device, through_disk: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     params = parameters(place)
     optimizer = FusedAdam(params, max_grad_norm=1.0, **OPTIONS)
     train(optimizer, range(3))
