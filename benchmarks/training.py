@@ -146,7 +146,8 @@ def build(work: Work) -> Callable[..., Tensor]:
 def with_masters(recipe: Recipe, subject: OnDevice, device: torch.device) -> TrainStep:
     """Ours with bf16 weights and fp32 masters: products in bf16 need no autocast then.
 
-    Of each master the optimizer keeps the 16 bits that its weight does not hold, which is the same fp32 number.
+    Where it `has_remainders`, the optimizer keeps of each master the 16 bits that its weight does not hold, which is
+    the same fp32 number.
     """
     model = subject.model(dataclasses.replace(recipe, weights="bf16"), device)
     optimizer = FusedAdam(
