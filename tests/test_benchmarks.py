@@ -124,7 +124,7 @@ def test_of_another_librarys_ways_the_first_that_runs_is_measured(monkeypatch: p
         ("torchao", 4.0, {"failed": "torchao cannot"}),
         ("liger", 2.0, {"loss": 1.0, "first_choice_failed": "liger cannot"}),
     ]
-    assert asked == [[("native, amp", 0)], [("liger", 1), ("quack", 3), ("torchao", 4)], [("liger", 2)]]
+    assert asked == [[("native, amp", 0), ("liger", 1), ("quack", 3), ("torchao", 4)], [("liger", 2)]]
 
 
 class Threads:
