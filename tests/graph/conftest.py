@@ -26,6 +26,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.is_capturing = False
+        self.captured_elsewhere: list[Stream] = []  # by others than a TrainStep
         self.ends_badly = False
         self.replays = 0
         self.generator_states: list[str] = []
@@ -85,6 +86,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         if stand.ends_badly:
             raise RuntimeError("operation failed due to a previous error during capture")
 
+    vars(capturing)["default_capture_stream"] = None  # of torch.cuda.graph
     real = TrainStep._eager
 
     def eager(self: Any, batch: Any) -> Tensor:
@@ -114,6 +116,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         graph=capturing,
         graph_pool_handle=object,
         current_stream=lambda device: stand.streams[-1],
+        is_current_stream_capturing=lambda: stand.streams[-1] in stand.captured_elsewhere,
         set_stream=lambda given: None,
         stream=stand.on,
         empty_cache=lambda: stand.log.append("release"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from fusestep import TrainStep
 from fusestep.errors import UserError
+from fusestep.graph import segments
 from fusestep.optim import FusedAdam
 
 
@@ -95,6 +97,49 @@ def test_before_a_capture_memory_is_given_back_and_the_optimizer_works_apart(sta
             once = ["forward on user's", "update on user's"]
             assert stand.log == (["release", *once, *once] if number == 3 else once)
     assert_alike(step, twin)
+
+
+def test_nothing_is_released_while_a_graph_is_captured(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, whose capture that would spoil, or on the stream of the caller."""
+    told: list[str | None] = []
+
+    def loss_fn(*args: Any) -> Tensor:
+        if stand.is_capturing:
+            other = threading.Thread(target=lambda: told.append(segments.release()))
+            other.start()
+            other.join()
+        return mean_square(*args)
+
+    step, _ = pair(loss_fn)
+    batches = data(5)
+    for number, batch in enumerate(batches):
+        stand.log.clear()
+        step(*batch)
+        assert stand.log.count("release") == (2, 2, 2, 1, 0)[number]
+    assert told == ["a step is being captured"]
+    stand.log.clear()
+    assert segments.release() is None
+    here = stand.streams[-1]
+    stand.captured_elsewhere.append(here)
+    assert segments.release() == "the current stream is captured in a graph"
+    stand.captured_elsewhere[:] = [type(here)(stand, "torch's")]
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stand.captured_elsewhere[0])
+    assert segments.release() == "torch.cuda.graph captures in another thread"
+    assert stand.log == ["release"]
+    stand.captured_elsewhere.clear()
+    assert segments.release() is None
+
+
+@pytest.mark.usefixtures("stand")
+def test_after_a_capture_that_failed_memory_is_released() -> None:
+    step, _ = pair()
+    batches = data(4)
+    for batch in batches[:3]:
+        step(*batch)
+    step.before = {}.popitem
+    with pytest.raises(KeyError):
+        step(*batches[3])
+    assert segments.release() is None
 
 
 def test_an_optimizer_that_raises_leaves_its_stream(stand: Any) -> None:

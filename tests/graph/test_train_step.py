@@ -20,6 +20,7 @@ from fusestep import TrainStep, fp8
 from fusestep.dispatch import StrictFallbackError
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import Recipe
+from fusestep.graph import segments
 from fusestep.nn import FusedLayerNorm, LayerNormMLP, Linear
 from fusestep.optim import FusedAdam
 
@@ -573,3 +574,32 @@ class TestGraph:
             step(x)
         assert len(step.captures) == 1
         assert idle() - before < 30e6  # a third of what moments that lie between gradients cost here
+
+    def test_a_capture_of_torchs_in_another_thread_is_not_spoilt(self) -> None:
+        """By giving back what a graph had that is gone."""
+        x = torch.ones(1 << 20, device=self.device)
+        dropped = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(dropped):
+            x.square()
+        del dropped
+        begun, may_end = threading.Event(), threading.Event()
+        results: list[Tensor] = []
+
+        def capture() -> None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                begun.set()
+                may_end.wait(60)
+                y = x + 1
+            graph.replay()
+            results.append(y.clone())
+
+        thread = threading.Thread(target=capture)
+        thread.start()
+        assert begun.wait(60)
+        reason = segments.release()
+        may_end.set()
+        thread.join(60)
+        assert reason == "torch.cuda.graph captures in another thread"
+        assert torch.equal(results[0], x + 1)
+        assert segments.release() is None

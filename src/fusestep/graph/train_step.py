@@ -408,8 +408,9 @@ class TrainStep:
         failure: BaseException | None = None
         # thread_local: a loader's thread that pins memory meanwhile is no part of this.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        running = self._baked.running()
         try:
-            with recovered_capture(self.device), settled_slots.settled(settled), self._baked.running(), capture:
+            with recovered_capture(self.device), settled_slots.settled(settled), running, segments.capturing(), capture:
                 try:
                     loss = self._eager(batch.with_tensors(inputs))
                 except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
