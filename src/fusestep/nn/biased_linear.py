@@ -118,7 +118,7 @@ def _split(gradient: Tensor | None, parameters: Sequence[Tensor]) -> Sequence[Te
 def linear_by_copies(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
 ) -> Tensor:
-    """x (…, in_features) by the copies of parameters that `current_copies` found, in their dtype.
+    """x (…, in_features) by the copies of parameters that `autocast_operands` gave, in their dtype.
 
     Args:
         weight, bias: the copies.

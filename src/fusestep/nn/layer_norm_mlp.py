@@ -30,7 +30,7 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
-from fusestep.nn.operands import current_copies
+from fusestep.nn.operands import autocast_operands
 from fusestep.nn.products import (
     forward_product,
     input_gradient,
@@ -247,7 +247,7 @@ class LayerNormMLP(NormedModule):
         """
         weight = self._parameter(f"{name}_weight")
         biases = None if bias is None else (bias,)
-        copies = current_copies(self, x, region, (weight,), biases)
+        copies = autocast_operands(self, x, region, (weight,), biases)
         left = None
         if copies is not None:
             if leaves_sums and sums_copied_bias(x, *copies):

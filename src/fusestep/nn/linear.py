@@ -35,7 +35,7 @@ from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.biased_linear import linear_by_copies
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
 from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
-from fusestep.nn.operands import current_copies, put_together, stand_in
+from fusestep.nn.operands import autocast_operands, put_together, stand_in
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import (
     forward_product,
@@ -270,7 +270,7 @@ class Linear(FP8Module):
         """y, with the bias where it is to be added here."""
         weights = self._parameters_of("weight")
         biases = self._parameters_of("bias") if self.has_bias and adds_bias else None
-        copies = current_copies(self, x, region, weights, biases)
+        copies = autocast_operands(self, x, region, weights, biases)
         if copies is not None:
             return linear_by_copies(x, *copies, weights, biases)
         weight, bias = put_together(weights), None if biases is None else put_together(biases)

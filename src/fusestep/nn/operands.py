@@ -1,7 +1,7 @@
 """Weights and biases as products read them: put together of several parameters, and in the copies that FusedAdam wrote.
 
 In FP8 the copies take the place of a cast (quantized_weights.py). Elsewhere, under torch.autocast, they take the
-place of autocast's own: `current_copies` finds those that a product may multiply by, which biased_linear.py then does.
+place of autocast's own: `autocast_operands` gives what a product may multiply by, which biased_linear.py then does.
 Where there is none yet, or a script wrote parameters since, the call casts them itself: whether copies are at hand
 decides on time, not on a bit of a result, so that a run that is resumed equals one that was not stopped.
 Either way the gradient goes to each parameter as through a cast and torch.cat.
@@ -77,10 +77,10 @@ def put_together(parameters: tuple[Tensor, ...]) -> Tensor:
     return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
 
 
-def current_copies(
+def autocast_operands(
     module: nn.Module, x: Tensor, region: Region | None, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Copies in torch.autocast's dtype, of a weight and its bias: those that the optimizer wrote, or casts.
+    """A weight and its bias in torch.autocast's dtype: the copies that the optimizer wrote, or casts.
 
     None where this call may not multiply by copies, which only training under torch.autocast may. The optimizer is
     asked for those that it was not yet.
