@@ -133,6 +133,9 @@ def test_the_memory_of_a_whole_step_is_that_of_the_configuration_whose_time_is_c
     assert judged("steps/b/memory, bf16", *rows).verdict == "missed: 6.2% over native, amp"
     slower = judged("steps/b/time", *rows, step("torchao", 30.0, 14.0))
     assert slower.verdict == "missed: 20.0% behind torchao"
+    rows += [step("fusestep fp8 delayed, remainders", 37.9, 13.0), step("fusestep fp8 delayed, masters", 38.1, 12.0)]
+    assert judged("steps/b/time", *rows).ours == 37.9, "of those that reach 38 ms the one that takes least memory"
+    assert judged("steps/b/memory, fp8", *rows, step("torchao", 55.0, 14.0)).ours == 13.0
 
 
 def test_growth_is_judged_at_the_largest_size() -> None:
@@ -162,7 +165,7 @@ def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
     more = {"environment": HERE, "peers": {"liger": "not installed"}}
     results = [{"part": part, "file": f"{part}.json", "rows": rows, **more} for part, rows in parts.items()]
     text = speed.page(results, {})
-    assert "| B: fusestep bf16 | fp32 / fp32 / none | 48.00 / 48.50 | 0.40 | 0.60 | 1.25× | 17.00 GB |" in text
+    assert "| **B: fusestep bf16** | fp32 / fp32 / none | 48.00 / 48.50 | 0.40 | 0.60 | 1.25× | 17.00 GB |" in text
     assert "time of B, fusestep bf16" in text
     assert "| `a_gemm` | 24 | 30.000 | 62.5% |" in text
     assert "| B: fusestep fp8 current | fp32 / fp32 / none | failed |" in text
