@@ -1,4 +1,4 @@
-"""What all our optimizers share: gathering gradients, plans of launches, loss scaling, graphs, states."""
+"""What all our optimizers share: their groups, plans of launches, graphs, states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from fusestep.distributed.groups import is_dtensor, laid_out, local_of, wrapped
+from fusestep.distributed.groups import is_dtensor, local_of
 from fusestep.errors import UserError
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.optim.loading import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.options import HALVES, check_common, check_parameter
-from fusestep.optim.sharding import Sharding, check_placements, local_gradient, local_state, sharding_of
-from fusestep.optim.step_plan import Scaling, State, StepPlan
+from fusestep.optim.sharding import Sharding, check_placements, local_state, sharding_of
+from fusestep.optim.state_layout import as_part, like
+from fusestep.optim.step_inputs import check_capture, common_max_norm, gathered, scaling_left_on
+from fusestep.optim.step_plan import State, StepPlan
 from fusestep.optim.weight_copies import first_master
 
 
@@ -176,14 +178,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._list_members()
-        gradients, has_main = self._gather()
+        who = type(self).__name__
+        gradients, has_main = gathered(who, self._members, self._sharding, self._sparse)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if is_capturing:
-            self._check_capture(gradients)
+            check_capture(who, self._members, gradients, self.capturable)
         if all(gradient is None for gradient in gradients):
             return loss
-        max_norm = self._max_grad_norm()
-        scaling = self._scaling(has_main)
+        max_norm = common_max_norm(who, self.param_groups)
+        scaling = scaling_left_on(self, who, has_main)
         if scaling.is_active and has_main and max_norm is None:
             # The scaler looked at .grad alone, so what is in main_grad has still to be looked at.
             max_norm = math.inf
@@ -203,74 +206,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._members, self._sizes = members, sizes
             self._sharding = sharding_of(members)
             self._plan = None
-
-    def _gather(self) -> tuple[list[Tensor | None], bool]:
-        """This step's gradients, None where missing, and whether any comes from main_grad."""
-        gradients: list[Tensor | None] = [parameter.grad for parameter in self._members]
-        has_main = False
-        for number, main in enumerate([getattr(parameter, "main_grad", None) for parameter in self._members]):
-            if isinstance(main, Tensor):
-                self._check_main_grad(main, number)
-                gradients[number] = main
-                has_main = True
-        for number, gradient in enumerate(gradients):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"{self._who}.step: the gradient of parameter {number} is sparse; use {self._sparse} for it, or "
-                    "build its embedding with sparse=False. Nothing was changed."
-                )
-        if self._sharding is not None:
-            gradients = [
-                None if gradient is None else local_gradient(self._who, parameter, gradient, number)
-                for number, (parameter, gradient) in enumerate(zip(self._members, gradients, strict=True))
-            ]
-        return gradients, has_main
-
-    def _check_main_grad(self, main: Tensor, number: int) -> None:
-        parameter = self._members[number]
-        if main.shape != parameter.shape or main.device != parameter.device:
-            raise UserError(
-                f"{self._who}.step: main_grad of parameter {number} is {tuple(main.shape)} on {main.device}, the "
-                f"parameter is {tuple(parameter.shape)} on {parameter.device}; give it the parameter's shape and "
-                "device. Nothing was changed."
-            )
-
-    def _max_grad_norm(self) -> float | None:
-        first: float | None = self.param_groups[0]["max_grad_norm"]
-        for number, group in enumerate(self.param_groups):
-            if group["max_grad_norm"] != first:
-                raise UserError(
-                    f"{self._who}.step: max_grad_norm is {group['max_grad_norm']} in group {number} and {first} in "
-                    "group 0; the norm is taken over all groups, so set one value in all. Nothing was changed."
-                )
-        return first
-
-    def _scaling(self, has_main: bool) -> Scaling:
-        """What torch.amp.GradScaler.step left on this object, if that is who called."""
-        scale, found_inf = (
-            value if isinstance(value, Tensor) else None
-            for value in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        )
-        if has_main and hasattr(self, "grad_scale") and scale is None:
-            raise UserError(
-                f"{self._who}.step: GradScaler.unscale_ was called, which does not reach the gradients in main_grad; "
-                "leave unscaling to scaler.step and clip with max_grad_norm. Nothing was changed."
-            )
-        return Scaling(scale, found_inf)
-
-    def _check_capture(self, gradients: list[Tensor | None]) -> None:
-        if not self.capturable:
-            raise UserError(
-                f"{self._who}.step: a CUDA graph is being captured, and with capturable=False the graph would keep "
-                "today's learning rate for ever; build the optimizer with capturable=True."
-            )
-        for number, (parameter, gradient) in enumerate(zip(self._members, gradients, strict=True)):
-            if gradient is None and parameter.requires_grad:
-                raise UserError(
-                    f"{self._who}.step: a CUDA graph is being captured and parameter {number} has no gradient, so no "
-                    "replay would ever step it; run backward before or within the capture, or call "
-                    "requires_grad_(False) on what is not trained."
-                )
 
     def _plan_for(self, gradients: list[Tensor | None], is_capturing: bool) -> StepPlan:
         plan = self._plan
@@ -355,7 +290,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key in self._dense_states(group):
             if key not in state:
                 state[key] = self._made_state(parameter, group)
-            state[key] = _like(parameter, state[key], dtype)
+            state[key] = like(parameter, state[key], dtype)
         for key in self._scalars:
             value = state.get(key)
             if value is None:
@@ -366,11 +301,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             key, dtype = self._master_form(parameter)
             master = state.get(key)
             if master is None:
-                master = _as_part(self._first_master(local_of(parameter)), parameter)
-            state[key] = _like(parameter, master, dtype)
+                master = as_part(self._first_master(local_of(parameter)), parameter)
+            state[key] = like(parameter, master, dtype)
 
     def _made_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return _as_part(self._first_state(local_of(parameter.detach()), group), parameter)
+        return as_part(self._first_state(local_of(parameter.detach()), group), parameter)
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and (parameter.dtype in HALVES or isinstance(local_of(parameter), Float8Tensor))
@@ -474,33 +409,3 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         super().__setstate__(state)
-
-
-def _as_part(local: Tensor, parameter: Tensor) -> Tensor:
-    """What lies here of a tensor, as a tensor that is laid out over processes as its parameter is."""
-    return wrapped(local, parameter) if is_dtensor(parameter) else local
-
-
-def _like(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` itself where it has this dtype and lies as torch.empty_like(parameter) would, else a copy that does."""
-    if is_dtensor(parameter) or is_dtensor(value):
-        value = laid_out(value, parameter)
-        found = local_of(value)
-        made = _like_here(local_of(parameter), found, dtype)
-        return value if made is found else _as_part(made, parameter)
-    return _like_here(parameter, value, dtype)
-
-
-def _like_here(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    model = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
-    strides = [stride for stride, size in zip(model.stride(), model.shape, strict=True) if size != 1]
-    found = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1]
-    if (
-        value.dtype == dtype
-        and value.device == parameter.device
-        and (found == strides or not value.numel())
-        and value is not parameter
-    ):
-        return value
-    made = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    return made.copy_(value, non_blocking=made.device.type == "cuda")

@@ -1,0 +1,95 @@
+"""What a step is given: gradients, the limit of their norm, a loss scaler's word, a graph that is being captured.
+
+All of it is looked at before anything is changed, and what is wrong raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusestep.errors import UserError
+from fusestep.optim.sharding import Sharding, local_gradient
+from fusestep.optim.step_plan import Scaling
+
+
+def gathered(
+    who: str, members: Sequence[Tensor], sharding: Sharding | None, for_sparse: str
+) -> tuple[list[Tensor | None], bool]:
+    """This step's gradients, None where missing, of the parts that lie here; and whether any comes from main_grad.
+
+    Args: who, for_sparse: for errors: the optimizer, and what to use for sparse gradients.
+    """
+    gradients: list[Tensor | None] = [parameter.grad for parameter in members]
+    has_main = False
+    for number, main in enumerate([getattr(parameter, "main_grad", None) for parameter in members]):
+        if isinstance(main, Tensor):
+            _check_main_grad(who, members[number], main, number)
+            gradients[number] = main
+            has_main = True
+    for number, gradient in enumerate(gradients):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"{who}.step: the gradient of parameter {number} is sparse; use {for_sparse} for it, or build its "
+                "embedding with sparse=False. Nothing was changed."
+            )
+    if sharding is not None:
+        gradients = [
+            None if gradient is None else local_gradient(who, parameter, gradient, number)
+            for number, (parameter, gradient) in enumerate(zip(members, gradients, strict=True))
+        ]
+    return gradients, has_main
+
+
+def _check_main_grad(who: str, parameter: Tensor, main: Tensor, number: int) -> None:
+    if main.shape != parameter.shape or main.device != parameter.device:
+        raise UserError(
+            f"{who}.step: main_grad of parameter {number} is {tuple(main.shape)} on {main.device}, the parameter is "
+            f"{tuple(parameter.shape)} on {parameter.device}; give it the parameter's shape and device. Nothing was "
+            "changed."
+        )
+
+
+def common_max_norm(who: str, groups: Sequence[dict[str, Any]]) -> float | None:
+    """max_grad_norm, which all groups have in common."""
+    first: float | None = groups[0]["max_grad_norm"]
+    for number, group in enumerate(groups):
+        if group["max_grad_norm"] != first:
+            raise UserError(
+                f"{who}.step: max_grad_norm is {group['max_grad_norm']} in group {number} and {first} in group 0; the "
+                "norm is taken over all groups, so set one value in all. Nothing was changed."
+            )
+    return first
+
+
+def scaling_left_on(optimizer: torch.optim.Optimizer, who: str, has_main: bool) -> Scaling:
+    """What torch.amp.GradScaler.step left on an optimizer, if that is who called."""
+    scale, found_inf = (
+        value if isinstance(value, Tensor) else None
+        for value in (getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+    )
+    if has_main and hasattr(optimizer, "grad_scale") and scale is None:
+        raise UserError(
+            f"{who}.step: GradScaler.unscale_ was called, which does not reach the gradients in main_grad; leave "
+            "unscaling to scaler.step and clip with max_grad_norm. Nothing was changed."
+        )
+    return Scaling(scale, found_inf)
+
+
+def check_capture(who: str, members: Sequence[Tensor], gradients: Sequence[Tensor | None], is_capturable: bool) -> None:
+    """Refuse a step that a CUDA graph, which is being captured, could not repeat."""
+    if not is_capturable:
+        raise UserError(
+            f"{who}.step: a CUDA graph is being captured, and with capturable=False the graph would keep today's "
+            "learning rate for ever; build the optimizer with capturable=True."
+        )
+    for number, (parameter, gradient) in enumerate(zip(members, gradients, strict=True)):
+        if gradient is None and parameter.requires_grad:
+            raise UserError(
+                f"{who}.step: a CUDA graph is being captured and parameter {number} has no gradient, so no replay "
+                "would ever step it; run backward before or within the capture, or call requires_grad_(False) on what "
+                "is not trained."
+            )
