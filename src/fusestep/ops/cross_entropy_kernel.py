@@ -2,10 +2,12 @@
 
 The first walk finds the log-sum-exp: each lane keeps the largest of its logits and the sum of the exponentials below it
 (Milakov and Gimelshein 2018, arXiv:1805.02867), and the lanes are put together at the end, in a fixed order. The second
-walk finds the row in the L2 cache, where the first has just brought it, and writes the gradient, in place where the
+walk finds the row in the caches, where the first has just brought it, and writes the gradient, in place where the
 logits are not needed any more. So memory sees each logit read once and each gradient written once. For that the rows
-that are worked on at a time have to fit in the cache: rows that are walked twice have large programs, of which few run
-beside each other. The last tile of a row is the only one whose columns are compared with the row's end.
+that are worked on at a time have to fit in the L2 cache: rows that are walked twice have large programs, of which few
+run beside each other. And the second walk goes back from the end of the row, which the first has read last: a cache
+that is smaller than the row still has that, and of the beginning nothing. The last tile of a row is the only one whose
+columns are compared with the row's end.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ MOST_LANES, MOST_WARPS = 512, 8
 #: Measured on an H200, whose cache has 60 MB, for rows of 64, 100 and 256 KB.
 WALKED_TWICE = ((4096, (2048, 16)), (8192, (2048, 32)))
 WALKED_TWICE_LONGEST = (4096, 32)
+
+#: Registers of a thread there, at most: of 16 warps two programs fit on a multiprocessor, of 32 one.
+REGISTERS_TWICE = 64
 
 _TANH_SERIES = tl.constexpr(0.1)
 
@@ -160,6 +165,8 @@ def _cross_entropy_kernel(
     picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
     if CAPS:
         picked = _tanh(picked / softcap) * softcap
+    # Before the walks, which hide how long it takes to come.
+    upstream = 0.0 if gradient_ptr is None else tl.load(upstream_ptr + row * upstream_stride)
     if losses_ptr is None:
         lse = tl.load(lse_ptr + row)
         base, share = lse, 1.0
@@ -179,22 +186,22 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, tl.where(is_counted, loss, 0.0))
         tl.store(lse_ptr + row, lse)
     if gradient_ptr is not None:
-        coefficient = tl.load(upstream_ptr + row * upstream_stride) * weight
-        coefficient = tl.where(is_known, coefficient, float("nan"))
+        coefficient = tl.where(is_known, upstream * weight, float("nan"))
         rise = coefficient * (1.0 + 2.0 * z_loss * lse) * share
         spread = coefficient * (label_smoothing / vocabulary)
         gradient_row_ptr = gradient_ptr + row * gradient_stride
         tl.debug_barrier()  # all threads have read what others are about to write over
         whole = columns // (LANES * VECTOR) * (LANES * VECTOR)
         if is_counted:
-            for start in range(0, whole, LANES * VECTOR):
-                y = _load_logits(row_ptr, start + place, None, columns, softcap, CAPS, False)
-                tl.store(gradient_row_ptr + start + place, _slope(y, base, rise, spread, softcap, CAPS))
             if whole < columns:
                 column = whole + place
                 mask = (whole + lane < columns) if PADDED else (column < columns)
                 y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True)
                 tl.store(gradient_row_ptr + column, _slope(y, base, rise, spread, softcap, CAPS), mask=mask)
+            for done in range(0, whole, LANES * VECTOR):
+                column = whole - LANES * VECTOR - done + place
+                y = _load_logits(row_ptr, column, None, columns, softcap, CAPS, False)
+                tl.store(gradient_row_ptr + column, _slope(y, base, rise, spread, softcap, CAPS))
         else:
             for start in range(0, columns, LANES * VECTOR):
                 column = start + place
@@ -243,7 +250,9 @@ def prepare_rows(
     logits_dtype = dtypes[0]
     assert logits_dtype is not None
     vector = 16 // logits_dtype.itemsize
-    lanes, warps = _program(columns, vector, dtypes[5] is not None and dtypes[6] is not None)
+    twice = dtypes[5] is not None and dtypes[6] is not None
+    lanes, warps = _program(columns, vector, twice)
+    limit = {"maxnreg": REGISTERS_TWICE} if twice else {}
     return PreparedLaunch(
         _cross_entropy_kernel,
         (rows,),
@@ -258,6 +267,7 @@ def prepare_rows(
         LANES=lanes,
         VECTOR=vector,
         num_warps=warps,
+        **limit,
     )
 
 
@@ -308,4 +318,5 @@ def _compilation(
         constants,
         num_warps=warps,
         divisible_by_16=frozenset(there) | (frozenset(strides) if padded else frozenset()),
+        maximum_registers=REGISTERS_TWICE if finds_lse and has_gradient else None,
     )
