@@ -301,6 +301,19 @@ def test_what_flows_in_is_not_rounded_before_it_multiplies(device: torch.device)
         assert abs(float(ratio) - 1) < 6e-4
 
 
+def test_gradients_are_scaled_where_they_lie_only_in_the_last_backward(device: torch.device) -> None:
+    x, weight, _, target, _ = operands((16,), 8, 24, torch.bfloat16, device, bias=False)
+    loss = linear_cross_entropy(x, weight, target, accumulate_dtype=torch.bfloat16, ignore_index=IGNORED)
+    kept = loss.grad_fn.saved_tensors[:2]
+    before = [one.clone() for one in kept]
+    first = torch.autograd.grad(loss, [x, weight], loss.new_tensor(0.3), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    last = torch.autograd.grad(loss, [x, weight], loss.new_tensor(0.3))
+    assert all(torch.equal(a, b) for a, b in zip(last, first, strict=True))
+    assert [one.data_ptr() for one in last] == [one.data_ptr() for one in kept]
+    assert not any(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
 def test_sums_in_bf16_are_off_by_no_more_than_a_rounding_a_chunk(device: torch.device) -> None:
     x, weight, _, target, _ = operands((512,), 24, 67, torch.bfloat16, device, bias=False)
     options = {"ignore_index": IGNORED, "gradients": "forward", "chunk_tokens": 64, "reduction": "sum"}

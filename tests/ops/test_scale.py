@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusestep.ops.scale import BLOCK, run_scale, scale_op
+from fusestep.ops.scale import BLOCK, BLOCKS_IN_PLACE, run_scale, scale_in_place, scale_op
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,12 +38,42 @@ def check(device: torch.device) -> None:
     assert torch.equal(run_scale(x.view(-1)[1:], x[0, 0], torch.float32), x.view(-1)[1:] * x[0, 0].reshape(1))
 
 
+def check_in_place(device: torch.device) -> None:
+    for dtype in FLOATING:
+        for shape in (
+            (),
+            (3, 7),
+            (5, BLOCK // 2 + 3),
+            (2, BLOCK * BLOCKS_IN_PLACE),
+            (BLOCK * BLOCKS_IN_PLACE + 5,),
+            (0, 4),
+        ):
+            x = (torch.randn(shape, device=device) * 3).to(dtype)
+            scale = torch.rand((), device=device) + 0.3
+            before, wanted = x.clone(), run_scale(x, scale, dtype)
+            assert scale_in_place(x, torch.ones((), device=device)) is x
+            assert torch.equal(x, before)
+            assert scale_in_place(x, scale) is x
+            assert torch.equal(x, wanted)
+    x = torch.randn(9, 33, device=device)
+    before = x.clone()
+    scale_in_place(x.view(-1)[1:], before[0, 0])
+    assert torch.equal(x.view(-1)[1:], before.view(-1)[1:] * before[0, 0].reshape(1))
+    assert x[0, 0] == before[0, 0]
+    assert scale_in_place(x, x.new_tensor(float("nan"))).isnan().all()
+
+
 def test_the_kernel_agrees_with_float64(device: torch.device) -> None:
     check(device)
 
 
+def test_the_kernel_in_place_gives_the_same_and_leaves_what_a_factor_of_one_would(device: torch.device) -> None:
+    check_in_place(device)
+
+
 def test_the_reference_agrees_with_float64() -> None:
     check(torch.device("cpu"))
+    check_in_place(torch.device("cpu"))
     x, scale = torch.randn(4, 5, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
     assert torch.equal(run_scale(x, scale, torch.float64), x * scale)
 
@@ -69,3 +99,5 @@ def test_more_than_2_to_the_31_elements() -> None:
     found = run_scale(x, torch.tensor(0.5, device="cuda"), torch.bfloat16)
     assert float(found[-1]) == 1.5
     assert bool((found[:-1] == 1.0).all())
+    assert float(scale_in_place(found, torch.tensor(4.0, device="cuda"))[-1]) == 6.0
+    assert bool((found[:-1] == 4.0).all())

@@ -49,7 +49,7 @@ from fusestep.ops.linear_cross_entropy_ops import (
 )
 from fusestep.ops.linear_cross_entropy_passes import FP16_FACTOR, OP
 from fusestep.ops.registry import Op, Proof, catalogue, is_plain, relative_error
-from fusestep.ops.scale import run_scale, scale_op
+from fusestep.ops.scale import run_scale, scale_in_place, scale_op
 
 WHO = OP
 _GRAPH_BREAK = "ranks that share a vocabulary exchange numbers in the middle of the operation"
@@ -124,8 +124,8 @@ class _Recomputing(torch.autograd.Function):
 class _InForward(torch.autograd.Function):
     """`upstream` times the sum of all losses, with its gradients computed in the forward; backward only scales them.
 
-    Until then they are multiplied by `held` instead of `upstream`, where it is given. Backward writes into nothing that
-    is kept, so that it may come again.
+    Until then they are multiplied by `held` instead of `upstream`, where it is given. Backward writes into what is kept
+    only where the graph goes with it, so that otherwise it may come again.
     """
 
     @staticmethod
@@ -161,9 +161,16 @@ class _InForward(torch.autograd.Function):
         refuse_second(WHO)
         *gradients, rest = ctx.saved_tensors
         scale = dtotal if rest is None else dtotal * rest
-        run = run_scale if ctx.call.plain and is_plain(dtotal) else scale_op
+        plain = ctx.call.plain and is_plain(dtotal)
+        is_last = plain and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def scaled(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+            if is_last and gradient.dtype is dtype:
+                return scale_in_place(gradient, scale)
+            return (run_scale if plain else scale_op)(gradient, scale, dtype)
+
         found = (
-            run(gradient, scale, dtype) if wanted else None
+            scaled(gradient, dtype) if wanted else None
             for gradient, wanted, dtype in zip(gradients, ctx.call.wanted, ctx.dtypes, strict=True)
         )
         return *found, None, None, None, None, None
