@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,5 +45,22 @@ def test_the_obstacle_to_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").touch()
     assert durable.obstacle(tmp_path / "new" / "below") is None
     assert durable.obstacle(tmp_path / "file" / "below") == tmp_path / "file"
+    (tmp_path / "to nowhere").symlink_to(tmp_path / "nowhere")
+    assert durable.obstacle(tmp_path / "to nowhere" / "below") == tmp_path / "to nowhere"
     monkeypatch.chdir(tmp_path)
     assert durable.obstacle(Path("new")) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "to nowhere"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_a_folder_that_promises_root_everything_and_keeps_nothing_is_an_obstacle() -> None:
+    assert durable.obstacle(Path("/proc/new/below")) == Path("/proc")
+
+
+def test_a_full_disk_is_no_obstacle_but_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_options: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(OSError, match="No space"):
+        durable.obstacle(tmp_path / "new")

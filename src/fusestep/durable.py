@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any, BinaryIO
 
 #: How a file or folder is called while it is being written.
 TEMPORARY = ".writing-"
+
+#: What an OSError has for its `errno` where nothing more fits on the disk.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_temporary(path: Path) -> bool:
@@ -28,9 +33,23 @@ def sync_folder(path: Path) -> None:
 
 
 def obstacle(folder: Path) -> Path | None:
-    """What stands in the way of making a folder or writing into it: the nearest path that exists; None if nothing."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return None if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else existing
+    """What stands in the way of making a folder or writing into it: the nearest path that exists; None if nothing.
+
+    It makes a folder there for a moment: /proc and its like promise root everything and keep nothing.
+
+    Raises: OSError where the disk is full.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return existing
+    try:
+        trial = tempfile.mkdtemp(prefix=TEMPORARY, dir=existing)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        return existing
+    Path(trial).rmdir()
+    return None
 
 
 @contextlib.contextmanager

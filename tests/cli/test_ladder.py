@@ -110,6 +110,15 @@ def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize("options", [[], ["--resume"], ["--parallel", "ddp"]])
+def test_a_folder_that_cannot_be_made_is_one_sentence_before_anything_runs(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused("--preset", "tiny", "--device", "cpu", "--out", "/proc/kept", *options, capsys=capsys)
+    assert said.endswith("--out /proc/kept cannot be used: /proc is not a folder that you may write to; name another.\n")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_stopping_it_leaves_no_worker_and_resume_goes_on(number: signal.Signals, status: int, tmp_path: Path) -> None:
     marked = {**ENVIRONMENT, "LADDER_TEST": str(tmp_path)}

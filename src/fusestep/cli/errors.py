@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 from fusestep import memory
+from fusestep.durable import FULL
 from fusestep.errors import UserError
 
 #: The packages that only an extra brings, and which extra that is.
@@ -67,7 +68,7 @@ def mendable(error: Exception) -> str | None:
         package = (error.name or "").partition(".")[0]
         extra = EXTRA_OF_PACKAGE.get(package)
         return extra and f"the package {package} is not installed; run pip install 'fusestep[{extra}]'."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where} ({os.strerror(error.errno)}); free some space or choose another folder."
     if isinstance(error, OSError) and error.filename and error.errno in TROUBLE_WITH_PATHS:

@@ -14,6 +14,7 @@ from fusestep.distributed.launch import join, launched_rank, launched_size
 from fusestep.distributed.mesh import Parallel
 from fusestep.errors import UserError
 from fusestep.ladder.plan import BATCH
+from fusestep.ladder.report import check_place
 from fusestep.ladder.scaling import CSV, JSON, Scaling, ScalingRow, check, scaling
 from fusestep.models import PRESETS
 from fusestep.tables import table
@@ -57,6 +58,8 @@ def measure_scaling(
     def work(plan: tuple[Parallel, str, str, int, int]) -> Scaling:
         wanted, kind, name, sequences, timed = plan
         with join(kind, TIMEOUT) as world:
+            # The folder is rank 0's, and not of every machine.
+            world.from_first(lambda: check_place(out))
             found = scaling(
                 world,
                 wanted,

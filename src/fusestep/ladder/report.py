@@ -39,16 +39,26 @@ JSON, CSV, HTML, PNG = "ladder.json", "ladder.csv", "ladder.html", "ladder.png"
 _DRAWN = ((HTML, "jinja2", "fusestep.ladder.page"), (PNG, "matplotlib", "fusestep.ladder.plots"))
 
 
-def check_folder(folder: Path, *, resume: bool = False) -> None:
-    """Find out before anything runs whether a ladder can be kept in `folder`.
+def check_place(folder: Path) -> None:
+    """Find out whether files can be kept in `folder`, whatever it holds.
 
-    Raises: UserError where it already holds one and is not to go on, is no folder, or cannot be written to.
+    Raises: UserError where it is no folder, or can neither be made nor written to.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder.")
     obstacle = durable.obstacle(folder)
     if obstacle is not None:
-        raise UserError(f"--out {folder} cannot be made: {obstacle} is not a folder that you may write to.")
+        raise UserError(
+            f"--out {folder} cannot be used: {obstacle} is not a folder that you may write to; name another."
+        )
+
+
+def check_folder(folder: Path, *, resume: bool = False) -> None:
+    """Find out before anything runs whether a ladder can be kept in `folder`.
+
+    Raises: UserError where it already holds one and is not to go on, is no folder, or cannot be written to.
+    """
+    check_place(folder)
     if resume:
         return
     for name in (JSON, CSV, HTML, PNG):
