@@ -26,7 +26,7 @@ from fusestep.fp8.held import ATTRIBUTE
 from fusestep.fp8.recipes import Recipe
 from fusestep.nn import Linear
 from fusestep.nn.fp8_module import GRAPH_BREAK, FP8Module
-from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT
+from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
 
 #: How far FP8 may be from the model's dtype: E5M2 keeps two bits of a gradient's mantissa.
 FP8_TOLERANCE = 0.15

@@ -17,7 +17,7 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.nn.fp8_module import FP8Module, Initialiser, initialise
-from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, _apply_linear
+from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT, apply_linear
 from fusestep.nn.products import plain_linear
 from fusestep.ops.quantized import Quantized
 
@@ -113,7 +113,7 @@ class GroupedLinear(FP8Module):
         offset = EACH * i
         if casts is not None and x.numel():
             shifted = _Shifted(self, casts, offset)
-            product: Tensor = _apply_linear(x, weight, added, (shifted, shifted, (weight,), grad, first, None))
+            product: Tensor = apply_linear(x, weight, added, (shifted, shifted, (weight,), grad, first, None))
             return product
         self._calibrate(region, offset + INPUT, x)
         self._calibrate(region, offset + WEIGHT, weight)

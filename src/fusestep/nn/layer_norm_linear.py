@@ -27,7 +27,8 @@ from fusestep.nn.fused_norm import (
     sorted_out,
 )
 from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
-from fusestep.nn.linear import GRADIENT, INPUT, WEIGHT, Linear
+from fusestep.nn.linear import Linear
+from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_joined import Joined

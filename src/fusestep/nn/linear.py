@@ -2,12 +2,7 @@
 
     y = x · Wᵀ + b        x (…, in_features), W (out_features, in_features), b (out_features,)
 
-In FP8 each operand of each of the three products is cast: x and W forward, the gradient of y backward. Backward keeps
-what it needs of x and W in FP8 alone:
-
-    dx = q(dy) · q(W)        dW = q(dy)ᵀ · q(x)        db = Σ dy, before the cast
-
-A gradient that nobody needs is not computed, nor is the operand cast for it.
+What it computes in FP8 is in linear_function.py.
 """
 
 from __future__ import annotations
@@ -33,24 +28,12 @@ from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.biased_linear import linear_by_copies
-from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise, plain_apply
-from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
+from fusestep.nn.fp8_module import FP8Module, Initialiser, initialise
+from fusestep.nn.head_split import HeadSplit
+from fusestep.nn.linear_function import GRADIENT, INPUT, OPERANDS, WEIGHT, apply_linear
 from fusestep.nn.operands import autocast_operands, put_together, stand_in
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
-from fusestep.nn.products import (
-    forward_product,
-    input_gradient,
-    plain_linear,
-    refusing_a_second,
-    shaped,
-    weight_gradient,
-)
-from fusestep.nn.quantized_weights import whole
-from fusestep.ops.quantize_joined import Joined
-
-#: Slots of a linear layer.
-INPUT, WEIGHT, GRADIENT = range(3)
-_OPERANDS = INPUT, WEIGHT
+from fusestep.nn.products import plain_linear
 
 #: Tensors that hide nothing from kernels.
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -210,7 +193,7 @@ class Linear(FP8Module):
                     y, casts = self._by_plan(x, weight, sources, added, region, split)
                 if y is None:
                     casts = self._casts_of(region, records) if casts is None else casts
-                    y = _apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch, split))
+                    y = apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch, split))
         else:
             y = self._in_high_precision(x, region, adds_bias)
             bias = None if adds_bias else self._bias()
@@ -261,7 +244,7 @@ class Linear(FP8Module):
         planned = None if plans is None else plans.get(is_known)
         if planned is None:
             if plans is None or is_known not in plans:
-                planned = plan_linear(casts, key, x, weight, sources, bias, _OPERANDS, is_known)
+                planned = plan_linear(casts, key, x, weight, sources, bias, OPERANDS, is_known)
             if planned is None:
                 return None, casts
         return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad, split)), casts
@@ -293,7 +276,7 @@ class Linear(FP8Module):
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = bias if adds_bias else None
-            outputs.append(_apply_linear(x, weight, added, (self, casts, (weight,), grad, first, None)))
+            outputs.append(apply_linear(x, weight, added, (self, casts, (weight,), grad, first, None)))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
@@ -333,64 +316,6 @@ class Linear(FP8Module):
         named = "" if self.name is None else f", name={self.name!r}"
         shared = "" if self._parallel is None else f", {self.parallel_mode} of {self._parallel.size} ranks"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}{shared}{named}"
-
-
-class _Linear(torch.autograd.Function):
-    """y = x · weightᵀ + bias in FP8, or q, k and v that it consists of; `call` is (module, casts, sources of the
-    weight, whether gradients are enabled, whether this is the first micro-batch, the split into heads or None)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Any:
-        module, casts, sources, grad, first, split = call
-        x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        x_columnwise, transposed = columnwise = grad and weight_needed, grad and x_needed
-        dtype = activation_dtype(x)
-        known = module._known_weight(weight, sources, WEIGHT, casts, grad, transposed, first)
-        if known is not None:
-            q_x = casts.input(rows, INPUT, x_columnwise)
-        else:
-            of = (whole(weight, sources), sources, _OPERANDS, casts, grad, columnwise, first)
-            q_x, known = module._quantized_operands(rows, *of)
-        y = forward_product(casts, q_x, known, bias, dtype)
-        if grad:
-            through = (known.transposed, known.transposed_scale_inv) if x_needed else (None, None)
-            ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)
-            sums_dtype = bias.dtype if bias is not None and bias_needed else None
-            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
-            ctx.split = split
-        y = y if rows is x else shaped(y, x)
-        return y if split is None else split.of(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        dy, _ = split_gradients(ctx.split, gradients)
-        assert dy is not None  # what nothing depends on comes as zeros
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return refusing_a_second("Linear", _Linear._gradients, ctx, dy)
-        return _Linear._gradients(ctx, dy)
-
-    @staticmethod
-    def _gradients(ctx: Any, dy: Tensor | Joined) -> tuple[Tensor | None, ...]:
-        x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
-        x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
-        dx = dweight = dbias = None
-        if x_needed or weight_needed:
-            q, dbias = cast_gradient(casts, dy, GRADIENT, x_needed, weight_needed, sums_dtype)
-            features = x_shape[-1]
-            if x_needed:
-                dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
-            if weight_needed:
-                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
-            if dx is not None and len(x_shape) != 2:
-                dx = dx.view(x_shape)
-        elif sums_dtype is not None:
-            dbias = rows_of(dy).sum(0, dtype=torch.float32).to(sums_dtype)
-        return dx, dweight, dbias, None
-
-
-_apply_linear = plain_apply(_Linear)
 
 
 def split_sizes(who: str, out_features: int, split: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:

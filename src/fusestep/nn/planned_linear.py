@@ -1,8 +1,8 @@
 """Linear layers in FP8 at the least cost to the host: what a call's layouts decide is decided once.
 
 A call takes this way where its casts and products are planned (ops/planned_product.py): sizes that take no padding, on
-a device that multiplies FP8, with nothing that traces or watches. All else goes through linear.py's own Function, and
-computes the same.
+a device that multiplies FP8, with nothing that traces or watches. All else goes through linear_function.py,
+and computes the same.
 """
 
 from __future__ import annotations
