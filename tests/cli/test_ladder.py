@@ -115,7 +115,9 @@ def test_a_folder_that_cannot_be_made_is_one_sentence_before_anything_runs(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused("--preset", "tiny", "--device", "cpu", "--out", "/proc/kept", *options, capsys=capsys)
-    assert said.endswith("--out /proc/kept cannot be used: /proc is not a folder that you may write to; name another.\n")
+    assert said.endswith(
+        "--out /proc/kept cannot be used: /proc is not a folder that you may write to; name another.\n"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")

@@ -28,6 +28,7 @@ from fusestep.fp8 import count_saturation
 from fusestep.graph import train_step
 from fusestep.ladder import ceilings, profiling, torch_step
 from fusestep.ladder.described import describe
+from fusestep.ladder.last_words import last_words, words_of_abort
 from fusestep.ladder.memory import PeakOfSteps
 from fusestep.ladder.own import Own
 from fusestep.ladder.peer_steps import peer_step
@@ -166,7 +167,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> tuple[list[di
 def answer(text: str, early: Early = lambda _known: None) -> dict[str, Any]:
     """The reply to a request: {"done": …}, or {"failed": one sentence} for what a person can mend.
 
-    A defect raises, which ends the process; its status and the last line of its stderr tell.
+    A defect raises, which ends the process; its status and its last words on stderr tell.
     """
     request = Request.from_json(text)
     mend = (
@@ -256,13 +257,13 @@ def _be_child(server: int, line: str, output: IO[str], errors: IO[str]) -> NoRet
 
 def failure(code: int, log: str) -> dict[str, Any]:
     """What is said of a process that ended with `code` and no reply."""
-    lines = log.strip().splitlines()
     if code < 0:
-        why = f"its process was killed by {signal.Signals(-code).name}"
+        why, words = f"its process was killed by {signal.Signals(-code).name}", words_of_abort(log)
         if -code == signal.SIGKILL:
             why += ", which is what a system does that runs out of memory"
     else:
-        why = f"its process ended with status {code}" + (f": {lines[-1].rstrip('.')}" if lines else "")
+        why, words = f"its process ended with status {code}", last_words(log)
+    why += f": {words.rstrip('.')}" if words else ""
     return {"failed": why + ".", "log": log[-_LOG_CHARACTERS:]}
 
 
