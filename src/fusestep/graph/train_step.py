@@ -24,15 +24,12 @@ Source: PyTorch documentation, "CUDA Graphs" (whole-network capture).
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,9 +42,10 @@ from fusestep.fp8.recipes import Recipe
 from fusestep.graph import ranks, segments
 from fusestep.graph.baked import Baked
 from fusestep.graph.batch import Batch
+from fusestep.graph.capture import Capture, attempt
 from fusestep.graph.rates import Rates
-from fusestep.graph.recovery import recovered_capture
-from fusestep.graph.watch import HostState, Places, waits
+from fusestep.graph.shapes import Shape, Shapes
+from fusestep.graph.watch import HostState, waits
 from fusestep.nn.fp8_module import FP8Module
 from fusestep.ops import settled_slots
 from fusestep.optim.base import FusedOptimizer
@@ -64,29 +62,6 @@ FEWEST_REPLAYS, MOST_DROPS, REST = 3, 3, 50
 #: Optimizers whose last step was captured. They keep the tables of their last step for a graph, so that each capture
 #: follows a step outside of any, whoever's it was.
 _captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Capture:
-    """What one capture cost.
-
-    Attributes: batch: the shapes of the batch's tensors; seconds: of the host, the warm-up left out; memory: bytes
-        that the graphs' pool grew by.
-    """
-
-    batch: tuple[tuple[int, ...], ...]
-    seconds: float
-    memory: int
-
-
-@dataclass
-class _Shape:
-    """What is kept for a kind of batch: steps until its capture, then the graph and the tensors it reads and writes."""
-
-    warm_up: int
-    inputs: list[Tensor] = field(default_factory=list)
-    graph: torch.cuda.CUDAGraph | None = None
-    loss: Tensor | None = None
 
 
 class TrainStep:
@@ -165,12 +140,11 @@ class TrainStep:
         self.captures: list[Capture] = []
         self.fallback: str | None = None
         self.device = _device_of(model)
-        self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
+        self._shapes = Shapes(WARM_UP, WARM_UP_AGAIN)
         self._baked, self._rates = Baked(self), Rates(self.device)
         self._replays = 0  # of the graphs there are
         self._drops = 0  # of graphs that hardly replayed, in a row
         self._rest = 0  # steps until the next try
-        self._has_made_room = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._optimizer_stream: torch.cuda.Stream | None = None
@@ -209,7 +183,7 @@ class TrainStep:
             self._capture_anew(what)
         if self._runs_without():
             return self._eager(given.on(self.device))
-        shape = self._shape_of(given)
+        shape = self._shapes.of(given, self.model, self.max_graphs)
         is_due = shape.graph is None and self.optimizer in _captured
         if shape.warm_up > 0 or is_due or self._has_stale_copies():
             _captured.discard(self.optimizer)
@@ -298,24 +272,6 @@ class TrainStep:
 
     # Graphs
 
-    def _shape_of(self, batch: Batch) -> _Shape:
-        """What is kept for this kind of batch; a new kind may take the place of another."""
-        key = batch.kind()
-        if key not in self._shapes:
-            self._shapes[key] = _Shape(ranks.warm_up(self.model, WARM_UP))
-            while len(self._shapes) > self.max_graphs:
-                self._shapes.popitem(last=False)
-                if not self._has_made_room:
-                    self._has_made_room = True
-                    logger.warning(
-                        "TrainStep: more than max_graphs=%d kinds of batch (shapes, and values that are not tensors) "
-                        "take turns, and those that make room lose their graphs; pad batches to fewer shapes, or pass "
-                        "a larger max_graphs",
-                        self.max_graphs,
-                    )
-        self._shapes.move_to_end(key)
-        return self._shapes[key]
-
     def _prepare(self) -> None:
         """Find out at once what would be found out late."""
         reason: str | None = None
@@ -395,47 +351,28 @@ class TrainStep:
             self._baked.remember()
         return loss
 
-    def _capture(self, shape: _Shape, batch: Batch) -> bool:
+    def _capture(self, shape: Shape, batch: Batch) -> bool:
         """Capture a step of this kind of batch; False, announced, where that cannot be done."""
         segments.release()
         before, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        inputs = [part.detach().clone().requires_grad_(part.requires_grad) for part in batch.tensors]
         copies, settled = self._baked.current_copies(), self._baked.settled_slots()
-        self.model.zero_grad()  # a graph that adds to gradients of before would write where they were for ever
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, places = torch.cuda.CUDAGraph(), Places(self.model, self.optimizer)
-        failure: BaseException | None = None
-        # thread_local: a loader's thread that pins memory meanwhile is no part of this.
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        running = self._baked.running()
+        place = self.device, self._pool, self._stream
         try:
-            with recovered_capture(self.device), settled_slots.settled(settled), running, segments.capturing(), capture:
-                try:
-                    loss = self._eager(batch.with_tensors(inputs))
-                except BaseException as error:  # kept until the capture is ended, which nothing may be raised through
-                    failure = error
-        except RuntimeError as error:  # what is broken within a capture breaks its end too, which says less
-            failure = error if failure is None else failure
-        reason = None if failure is not None else places.replaced()
-        if failure is not None or reason is not None:
-            places.put_back()  # what a capture made holds nothing
-        if failure is not None:
-            # An interrupt, or a fault of loss_fn's, is not the capture's.
-            if not isinstance(failure, (RuntimeError, UserError)):
-                self._pool = None  # graphs that there are keep theirs
-                raise failure
-            reason = f"the step cannot be captured ({hardware.first_line(failure)})"
-            failure = None
-        if reason is not None:
-            gc.collect()  # the frames of the failure hold a backward graph that was made on the other stream
-            self._fall_back(reason)
+            with settled_slots.settled(settled), self._baked.running():
+                taken = attempt(self._eager, batch, self.model, self.optimizer, *place)
+        except BaseException:
+            self._pool = None  # graphs that there are keep theirs
+            raise
+        if isinstance(taken, str):
+            self._fall_back(taken)
             return False
         _captured.add(self.optimizer)
-        self._baked.rely_on(copies, settled, is_first=not self._has_graphs())
-        shape.inputs, shape.graph, shape.loss = inputs, graph, loss
+        self._baked.rely_on(copies, settled, is_first=not self._shapes.have_graphs())
+        shape.inputs, shape.graph, shape.loss = taken
         grown = torch.cuda.memory_reserved(self.device) - reserved
-        cost = Capture(tuple(tuple(one.shape) for one in inputs), time.perf_counter() - before, max(grown, 0))
+        cost = Capture(tuple(tuple(one.shape) for one in shape.inputs), time.perf_counter() - before, max(grown, 0))
         self.captures.append(cost)
         logger.info(
             "TrainStep captured a step of batch %s in %.2f s; its memory is %.0f MB",
@@ -451,9 +388,6 @@ class TrainStep:
         """Whether steps run one launch at a time for good, or for a rest."""
         return not self._is_wanted or self.fallback is not None
 
-    def _has_graphs(self) -> bool:
-        return any(shape.graph is not None for shape in self._shapes.values())
-
     def _capture_anew(self, what: str) -> None:
         """Something changed that graphs hold, `what` in words: drop them, and rest where it keeps changing."""
         self._drops = self._drops + 1 if self._replays < FEWEST_REPLAYS else 0
@@ -462,9 +396,7 @@ class TrainStep:
             self._fall_back(reason)
             return
         logger.info("TrainStep: %s changed, so the step is captured anew", what)
-        for shape in self._shapes.values():
-            shape.graph = shape.loss = None
-            shape.warm_up = WARM_UP_AGAIN
+        self._shapes.drop_graphs()
         self._baked.forget()
         self._pool = None
         if self._drops >= MOST_DROPS:
