@@ -39,6 +39,13 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norm_ops, known, {})
 
 
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch, tiny_launches: None) -> None:
+    """Every backward in chunks of eight columns, by fewer programs than rows."""
+    choice = norm_backward.BackwardLaunch(8, 1, 2, 1, 1, chunks=True)
+    monkeypatch.setattr(norm_backward, "backward_launch", lambda *_: choice)
+
+
 def exact(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = x.double()
     if kind == "layer_norm":
@@ -119,6 +126,35 @@ def test_kernels_write_the_gradient_in_the_dtypes_of_both_parts(
         assert gradient.dtype == leaf.dtype
         difference = (gradient.double() - true - dsum.double()).norm() / (true + dsum.double()).norm()
         assert float(difference) <= TOLERANCE[leaf.dtype]
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [5, 16, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_walked_in_chunks(kind: str, width: int, dtype: torch.dtype) -> None:
+    check(kind, (torch.randn(7, width) * 2 + 5).to(dtype), None)
+    check(kind, torch.randn(7, 3 * width)[:, width : 2 * width].to(dtype), torch.randn(7, width).to(dtype))
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_rows_walked_in_chunks_from_the_output_in_two_dtypes_and_repeatedly(kind: str) -> None:
+    check(kind, torch.randn(5, 21), torch.randn(5, 21), memory_efficient=True)
+    x, residual = torch.randn(2, 9, 21)
+    parts = [x.bfloat16().requires_grad_(), residual.requires_grad_()]
+    weight, dy, dsum = torch.rand(21, requires_grad=True), *torch.randn(2, 9, 21)
+    norm = layer_norm if kind == "layer_norm" else rms_norm
+    outputs = norm(parts[0], (21,), weight, eps=EPS, residual=parts[1])
+    found, again = (torch.autograd.grad(outputs, [*parts, weight], (dy, dsum), retain_graph=True) for _ in range(2))
+    total = outputs[1].detach().double().requires_grad_()
+    wide = weight.detach().double().requires_grad_()
+    true, dweight = torch.autograd.grad(exact(kind, total, wide, None), [total, wide], dy.double())
+    for value, repeated, exactly in zip(found, again, [true + dsum, true + dsum, dweight], strict=True):
+        assert torch.equal(value, repeated)
+        assert float((value.double() - exactly).norm() / exactly.norm()) <= TOLERANCE[value.dtype]
 
 
 @pytest.mark.interpreter
@@ -208,10 +244,14 @@ def test_kernels_at_their_own_launches(kind: str, width: int) -> None:
 @pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("wanted", ["", "weight", "bias", "weight and bias"])
 @pytest.mark.parametrize("width", [6, 21])
+@pytest.mark.parametrize("in_chunks", [False, True])
 def test_few_rows_take_one_program_that_writes_the_gradients_itself(
-    wanted: str, width: int, monkeypatch: pytest.MonkeyPatch
+    wanted: str, width: int, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_backward, "LONE_TILES", 3)
+    if in_chunks:
+        choice = norm_backward.BackwardLaunch(8, 1, 2, 1, 1, chunks=True)
+        monkeypatch.setattr(norm_backward, "backward_launch", lambda *_: choice)
+    monkeypatch.setattr(norm_backward, "LONE_TILES", 5)
     monkeypatch.delattr(norm_backward, "_sum_partials_kernel")
     x = torch.randn(5, width, requires_grad=True)
     weight, bias = (torch.rand(width).requires_grad_(name in wanted) for name in ("weight", "bias"))
@@ -288,6 +328,13 @@ def test_forward_launch_is_lawful(width: int, multiprocessors: int, centred: boo
 def test_backward_launch_is_the_measured_one(width: int, rows: int, programs: int, warps: int, stages: int) -> None:
     choice = norm_backward.backward_launch(width, 4, 2, 132, centred=True)
     assert (choice.rows, choice.programs, choice.warps, choice.stages) == (rows, programs, warps, stages)
+
+
+def test_wide_rows_of_layer_norm_are_walked_in_chunks_where_they_fit() -> None:
+    launch = norm_backward.backward_launch
+    assert [launch(width, 4, 2, 132, centred=True).chunks for width in (8192, 8193, 16384, 16385)] == [0, 1, 1, 0]
+    assert [launch(12288, size, 4, 132, centred=True).chunks for size in (4, 6, 8, 12)] == [1, 1, 0, 0]
+    assert not launch(16384, 4, 2, 132, centred=False).chunks
 
 
 @given(

@@ -12,8 +12,9 @@ form, from the output: x̂ = (y − bias) / weight.
 Persistent programs walk tiles of rows and keep their part of dweight and dbias in registers; each writes it once to
 `partials`, fp32, and a small second kernel adds the parts in a fixed order. Few rows are left to one program, whose
 part is the whole: it writes the gradients themselves, and the second launch is spared. No atomics, so the same inputs
-give the same bits on the same device. Rows too wide for registers take two kernels, one for the two means of each row
-and one over blocks of columns.
+give the same bits on the same device. Rows of LayerNorm too wide for that, but not for the registers that its two sums
+need, are walked in chunks of columns (norm_backward_chunks.py). Wider rows take two kernels, one for the two means of
+each row and one over blocks of columns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from fusestep import hardware
 from fusestep.language import tl, triton
 from fusestep.ops.launch import PreparedLaunch
+from fusestep.ops.norm_backward_chunks import norm_backward_chunks_kernel, store_gradients
 from fusestep.ops.norm_forward import load_columns
 
 
@@ -43,29 +45,6 @@ def _normalised(x, statistics_ptr, row, in_rows, weight, bias, STATISTICS: tl.co
             x -= tl.load(statistics_ptr + row * STATISTICS + 2, mask=in_rows, other=0.0)
         x *= rstd
     return x, rstd
-
-
-@triton.jit
-def _store_gradients(
-    first_ptr,
-    second_ptr,
-    program,
-    column,
-    dweight,
-    dbias,
-    WIDTH: tl.constexpr,
-    WEIGHT_GRADIENT: tl.constexpr,
-    BIAS_GRADIENT: tl.constexpr,
-):
-    """Write a program's part of the gradients that are wanted: side by side, or a lone program's to two tensors."""
-    offset = program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + column
-    if WEIGHT_GRADIENT:
-        tl.store(first_ptr + offset, dweight, mask=column < WIDTH)
-    if BIAS_GRADIENT:
-        if second_ptr is not None:
-            tl.store(second_ptr + column, dbias, mask=column < WIDTH)
-        else:
-            tl.store(first_ptr + offset + WEIGHT_GRADIENT * WIDTH, dbias, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -127,7 +106,7 @@ def _norm_backward_kernel(
         if copy_ptr is not None:
             tl.store(copy_ptr + row * WIDTH + column, dx, mask=mask)
     columns = tl.arange(0, BLOCK)
-    _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
+    store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -223,7 +202,7 @@ def _norm_backward_wide_kernel(
         tl.store(dx_ptr + row * WIDTH + column, dx, mask=mask)
         if copy_ptr is not None:
             tl.store(copy_ptr + row * WIDTH + column, dx, mask=mask)
-    _store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
+    store_gradients(first_ptr, second_ptr, program, columns, dweight, dbias, WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -293,8 +272,9 @@ def prepare_sums(device: torch.device, partials: int, width: int, gradients: int
 class BackwardLaunch:
     """How the backward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
 
-    A row wider than `block` takes the wide kernels, with `programs` for each block of columns. With `reload` the weight
-    is read for every tile instead of being kept in registers.
+    A row wider than `block` takes the wide kernels, with `programs` for each block of columns, or with `chunks` the
+    kernel that walks it whole, in chunks of `block` columns. With `reload` the weight is read for every tile instead of
+    being kept in registers.
     """
 
     block: int
@@ -303,7 +283,14 @@ class BackwardLaunch:
     warps: int
     stages: int
     reload: bool = False
+    chunks: bool = False
 
+
+#: Whether a row of LayerNorm of more than 8192 columns, and at most twice as many, is walked in chunks; of how many
+#: columns; and the most bytes a column of all rows that are read, so that the first level of the cache holds a row.
+IN_CHUNKS = True
+CHUNK = 4096
+CHUNKS_ITEMSIZE = 6
 
 #: Bytes of shared memory for the tiles that are under way; every GPU since Ampere has at least 99 KiB a block.
 SHARED_MEMORY = 98304
@@ -318,7 +305,8 @@ def backward_launch(
     0.89 at 2048, 0.92 and 0.95 at 4096, 0.94 and 0.97 at 8192. Fewer stages, more programs or more warps each cost
     0.02 to 0.2. At 16384 a row of RMSNorm still fits in the registers of 16 warps if the weight does not stay there:
     0.84 (0.75 if it does). LayerNorm has two sums to keep, spills, and falls to 0.47 or lower; the wide kernels read
-    their rows twice and reach 0.60.
+    their rows twice from memory and reach 0.60. In chunks of 4096 columns the same 16 warps hold both sums and, while
+    it is loaded, all of a row and of the weight, without a spill (chunks of 2048 spill).
 
     Args:
         width: columns of a row.
@@ -333,6 +321,8 @@ def backward_launch(
     block = 1 << max(width - 1, 0).bit_length()
     if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
         return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
+    if IN_CHUNKS and block == 16384 and centred and itemsize <= CHUNKS_ITEMSIZE:
+        return BackwardLaunch(CHUNK, 1, multiprocessors, 16, 1, chunks=True)
     if block <= 1024:
         rows, programs, warps, stages = min(128, 4096 // block), 2 * multiprocessors, 4, 4
     elif block <= 4096:
@@ -426,7 +416,11 @@ def prepare_backward(
     }
     numbers = (rows, dy_stride, x_stride)
     means = None
-    if choice.block >= width:
+    if choice.chunks:
+        del constants["ROWS"], constants["STAGES"]
+        constants["CHUNKS"] = -(-width // choice.block)
+        main = PreparedLaunch(norm_backward_chunks_kernel, (programs,), device, numbers, **constants)
+    elif choice.block >= width:
         constants["RELOAD"] = choice.reload
         main = PreparedLaunch(_norm_backward_kernel, (programs,), device, numbers, **constants)
     else:

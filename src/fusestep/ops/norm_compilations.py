@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fusestep.ops import norm_backward, norm_forward
+from fusestep.ops import norm_backward, norm_backward_chunks, norm_forward
 from fusestep.ops.registry import Compilation
 
 #: One width for each launch that can be chosen, each narrower than its block, so that padding is masked.
@@ -54,7 +54,7 @@ def _backward(centred: bool) -> Iterator[Compilation]:
         variants = [("bf16", False, False, False), ("bf16", False, False, True)]
         if width > 512:
             variants.append(("fp32", True, True, False))
-        if 512 < width <= 8192:
+        if 512 < width <= 16384:
             variants.append(("bf16", True, False, False))
         for element, has_dsum, from_output, is_lone in variants:
             itemsize = 2 if element == "bf16" else 4
@@ -90,7 +90,18 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             numbers = {"rows": "i32", "dy_stride": "i32", "x_stride": "i32"}
             more = {", dsum": has_dsum, ", from the output": from_output, ", few rows": is_lone}
             label = f"{width}, {element}{''.join(text for text, holds in more.items() if holds)}"
-            if choice.block >= width:
+            if choice.chunks:
+                del constexprs["ROWS"], constexprs["STAGES"]
+                constexprs["CHUNKS"] = -(-width // choice.block)
+                yield _aligned(
+                    norm_backward_chunks.norm_backward_chunks_kernel,
+                    f"backward in chunks {label}",
+                    read | written,
+                    numbers,
+                    constexprs,
+                    choice.warps,
+                )
+            elif choice.block >= width:
                 constexprs["RELOAD"] = choice.reload
                 yield _aligned(
                     norm_backward._norm_backward_kernel,

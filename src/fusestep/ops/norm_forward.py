@@ -34,6 +34,14 @@ from fusestep.ops.launch import PreparedLaunch
 
 
 @triton.jit
+def in_fp32(x):
+    """x in fp32: of bf16 by its bits, since the compiler turns the cast into one and a half instructions a value."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVICTION: tl.constexpr):
     """x, or x + residual rounded to the dtype of the stored sum, in fp32; EVICTION tells the cache what comes later."""
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)

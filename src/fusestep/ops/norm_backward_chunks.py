@@ -1,0 +1,157 @@
+"""Backward kernel of LayerNorm for rows that fit in the cache, and whose two sums fit in the registers.
+
+The formulas stand in norm_backward.py. A persistent program walks one row at a time, in chunks of columns, twice: for
+the two means, and for dx, when the first level of the cache still has what was read. All registers but few are the
+sums of dweight and dbias, a tensor for each chunk; they are written as the other kernel writes them.
+"""
+
+from __future__ import annotations
+
+from fusestep.language import tl, triton
+from fusestep.ops.norm_forward import in_fp32
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def store_gradients(
+    first_ptr,
+    second_ptr,
+    program,
+    column,
+    dweight,
+    dbias,
+    WIDTH: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr,
+):
+    """Write a program's part of the gradients that are wanted: side by side, or a lone program's to two tensors."""
+    offset = program * (WEIGHT_GRADIENT + BIAS_GRADIENT) * WIDTH + column
+    if WEIGHT_GRADIENT:
+        tl.store(first_ptr + offset, dweight, mask=column < WIDTH)
+    if BIAS_GRADIENT:
+        if second_ptr is not None:
+            tl.store(second_ptr + column, dbias, mask=column < WIDTH)
+        else:
+            tl.store(first_ptr + offset + WEIGHT_GRADIENT * WIDTH, dbias, mask=column < WIDTH)
+
+
+@triton.jit
+def _load_chunk(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    column,
+    inside,
+    rstd,
+    mean,
+    mean_low,
+    STATISTICS: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    EVICTION: tl.constexpr,
+    WEIGHT_EVICTION: tl.constexpr,
+):
+    """(dy, x̂, weight) of a chunk of a row.
+
+    The evictions tell the cache what comes again. They also keep the two passes' loads apart: Triton would make one of
+    two that are alike, and its value would stay in registers in between.
+    """
+    x = in_fp32(tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION))
+    dy = in_fp32(tl.load(dy_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION))
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = in_fp32(tl.load(weight_ptr + column, mask=inside, other=1.0, eviction_policy=WEIGHT_EVICTION))
+    if FROM_OUTPUT:
+        if bias_ptr is not None:
+            x -= in_fp32(tl.load(bias_ptr + column, mask=inside, other=0.0, eviction_policy=WEIGHT_EVICTION))
+        x /= weight
+    else:
+        if STATISTICS > 1:
+            x -= mean
+        if STATISTICS == 3:
+            x -= mean_low
+        x *= rstd
+    return dy, x, weight
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_backward_chunks_kernel(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    statistics_ptr,
+    dx_ptr,
+    copy_ptr,
+    first_ptr,
+    second_ptr,
+    rows,
+    dy_stride,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr,
+):
+    """A row at a time, in chunks of columns: registers hold the sums of all chunks, and the values of few."""
+    program = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK], tl.float32)
+    dweights = (zero,) * CHUNKS
+    dbiases = (zero,) * CHUNKS
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=1):
+        rstd = tl.load(statistics_ptr + row * STATISTICS)
+        mean = tl.load(statistics_ptr + row * STATISTICS + 1) if STATISTICS > 1 else 0.0
+        mean_low = tl.load(statistics_ptr + row * STATISTICS + 2) if STATISTICS == 3 else 0.0
+        dy_row = dy_ptr + row * dy_stride
+        x_row = x_ptr + row * x_stride
+        along = zero
+        total = zero
+        for i in tl.static_range(CHUNKS):
+            column = i * BLOCK + lane
+            dy, x_hat, weight = _load_chunk(
+                *(dy_row, x_row, weight_ptr, bias_ptr, column, column < WIDTH, rstd, mean, mean_low),
+                *(STATISTICS, FROM_OUTPUT, "evict_last", "evict_last"),
+            )
+            g = dy * weight
+            along += g * x_hat
+            total += g
+        if STATISTICS > 1:
+            along_sum, total_sum = tl.reduce((along, total), 0, _add_pairs)
+        else:
+            along_sum = tl.sum(along, axis=0)
+            total_sum = 0.0
+        # dx = rstd · g + x̂ · slope + shift
+        slope = along_sum / WIDTH * -rstd
+        shift = total_sum / WIDTH * -rstd
+        for i in tl.static_range(CHUNKS):
+            column = i * BLOCK + lane
+            inside = column < WIDTH
+            dy, x_hat, weight = _load_chunk(
+                *(dy_row, x_row, weight_ptr, bias_ptr, column, inside, rstd, mean, mean_low),
+                *(STATISTICS, FROM_OUTPUT, "evict_first", ""),
+            )
+            # The first of the sums is this chunk's; added to, it goes to the end.
+            dweights += (dweights[0] + dy * x_hat,)
+            dbiases += (dbiases[0] + dy,)
+            dweights = dweights[1:]
+            dbiases = dbiases[1:]
+            dx = dy * rstd * weight + (x_hat * slope + shift)
+            if dsum_ptr is not None:
+                dx += in_fp32(tl.load(dsum_ptr + row * WIDTH + column, mask=inside, other=0.0))
+            tl.store(dx_ptr + row * WIDTH + column, dx, mask=inside)
+            if copy_ptr is not None:
+                tl.store(copy_ptr + row * WIDTH + column, dx, mask=inside)
+    for i in tl.static_range(CHUNKS):
+        store_gradients(
+            *(first_ptr, second_ptr, program, i * BLOCK + lane, dweights[i], dbiases[i]),
+            *(WIDTH, WEIGHT_GRADIENT, BIAS_GRADIENT),
+        )
