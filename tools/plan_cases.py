@@ -7,14 +7,17 @@ show is the fit, not a prediction.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import figures
 from fusestep.plan import Estimate, Rates, Shape, Work, estimate
 
-#: What a step's time and peak may be off by: of the tutorials' form, from whose larger model three figures are fitted;
-#: and of all other steps, of whose parts none was. What exceeds it is explained below.
-WITHIN_SEED, WITHIN_OTHERS = (0.15, 0.10), (0.25, 0.25)
+#: What a step's time and peak may be off by: of one GPU; of a step that waits for the host, which is shared and takes
+#: from run to run what it takes; and of several GPUs, whose links are assumed. What exceeds it is explained below.
+WITHIN, WITHIN_WAITING, WITHIN_RANKS = (0.08, 0.06), (0.40, 0.06), (0.25, 0.06)
 
 #: Cases beyond that, by name, and why.
 EXPLAINED: dict[str, str] = {}
@@ -22,6 +25,10 @@ EXPLAINED: dict[str, str] = {}
 #: The ladder that figures are fitted to, and the figure that a rung of it gives.
 FITTED_TO = "scaleup"
 FITTED = {"amp": "the rate of separate passes, the host's time a block", "fused-norm": "the rate of FP32 products"}
+
+#: The whole step whose profile gives figures of kernels, by model and configuration, and these.
+PROFILED = ("b", "fusestep fp8 delayed")
+FITTED_STEP = "the rates of casts to FP8 and of the optimizer's FP8 copies"
 
 _BATCHES = {"a": 32, "b": 32, "c": 16, "d": 4}
 _PRESETS = {"a": "mini", "b": "scaleup", "c": "gpt2-untied", "d": "long"}
@@ -46,10 +53,11 @@ class Case:
     is_reserved: bool
     fitted: str = ""
 
-    @property
-    def within(self) -> tuple[float, float]:
+    def within(self, rates: Rates) -> tuple[float, float]:
         """What time and peak may be off by."""
-        return WITHIN_SEED if self.work.form == "seed" else WITHIN_OTHERS
+        if self.work.gpus > 1:
+            return WITHIN_RANKS
+        return WITHIN_WAITING if self.predicted(rates).time.waiting else WITHIN
 
     def predicted(self, rates: Rates) -> Estimate:
         return estimate(self.work, rates)
@@ -64,6 +72,30 @@ class Case:
             return None
         found = self.predicted(rates)
         return (found.reserved.amount if self.is_reserved else found.peak_bytes) / self.peak_bytes - 1
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The newest results of each name; and of older ladders the rungs that none since has measured on their model."""
+    found = figures.newest_results(folder)
+    newest = {result["file"] for result in found}
+    seen = {
+        (result["plan"]["preset"], rung["name"]) for result in found if "rungs" in result for rung in measured(result)
+    }
+    older = []
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        if path.name in newest:
+            continue
+        result = {"file": path.name, **json.loads(path.read_text())}
+        if "rungs" in result:
+            kept = [rung for rung in measured(result) if (result["plan"]["preset"], rung["name"]) not in seen]
+            seen |= {(result["plan"]["preset"], rung["name"]) for rung in kept}
+            older += [{**result, "rungs": kept}] if kept else []
+    return sorted(older + found, key=lambda result: (result["file"][11:], result["file"]))
+
+
+def measured(ladder: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rungs of a ladder that were measured."""
+    return [rung for rung in ladder["rungs"] if rung["step_ms"] is not None]
 
 
 def cases(results: list[dict[str, Any]]) -> list[Case]:
@@ -84,9 +116,7 @@ def ladder_cases(result: Mapping[str, Any]) -> Iterator[Case]:
     plan = result["plan"]
     if plan.get("factory") is not None or plan["preset"] is None or result["environment"]["gpu"] is None:
         return
-    for rung in result["rungs"]:
-        if rung["step_ms"] is None:
-            continue
+    for rung in measured(result):
         fits = plan["preset"] == FITTED_TO
         # What is allocated leaves out a graph's pool.
         in_graph = rung["recipe"].get("graph", False)
@@ -118,7 +148,9 @@ def step_cases(result: Mapping[str, Any]) -> Iterator[Case]:
             loss="torch" if "torch's loss" in name else "fused",
             graph=True,
         )
-        yield Case(f"step {row['model'].upper()}, {name}", work, row["device_ms"], row["peak_reserved_bytes"], True)
+        fitted = FITTED_STEP if (row["model"], name) == PROFILED else ""
+        title = f"step {row['model'].upper()}, {name}"
+        yield Case(title, work, row["device_ms"], row["peak_reserved_bytes"], True, fitted)
 
 
 def scaling_cases(result: Mapping[str, Any]) -> Iterator[Case]:
@@ -147,6 +179,7 @@ def of_recipe(recipe: Mapping[str, Any], shape: Shape, batch: int) -> Work:
         shape,
         batch=batch,
         precision=recipe["precision"],
+        weights=recipe.get("weights", "fp32"),
         recipe=recipe.get("scaling", "delayed"),
         form=recipe["form"],
         optimizer=recipe["optimizer"],

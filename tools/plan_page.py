@@ -94,7 +94,7 @@ def chosen() -> Estimate:
 def measured() -> str:
     """Prediction beside measurement, for every step that was measured."""
     header = ["step", "measured, ms", "planned, ms", "off by", "peak, GiB", "planned, GiB", "off by"]
-    results, rates = figures.newest_results(figures.RESULTS), measured_rates()
+    results, rates = plan_cases.read(figures.RESULTS), measured_rates()
     rows = plan_cases.table_rows(results, rates)
     free = [case for case in plan_cases.cases(results) if not case.fitted]
     steps = [case.step_off(rates) for case in free]
@@ -188,7 +188,8 @@ def slower_attention(rates: Rates, share: float) -> Rates:
     """Those with attention at a share of its rate, measured or assumed."""
     if not rates.attention:
         return rates.with_changes({"attention": share * rates["attention"]})
-    return dataclasses.replace(rates, attention=[(length, share * rate) for length, rate in rates.attention])
+    slower = [(length, size, share * rate) for length, size, rate in rates.attention]
+    return dataclasses.replace(rates, attention=slower)
 
 
 def sentences() -> str:

@@ -101,7 +101,8 @@ def _figures(console: Console, plan: Estimate) -> None:
         one = plan.rates.described(name)
         value = one["value"]
         pairs = isinstance(value, list)
-        shown = ", ".join(f"({side:g}, {short(rate)})" for side, rate in value) if pairs else short(value)
+        at = (f"({', '.join(f'{one:g}' for one in where)}, {short(rate)})" for *where, rate in value) if pairs else ()
+        shown = ", ".join(at) if pairs else short(value)
         table.add_row(name, shown, one["unit"], one["source"])
     console.print(table, markup=False)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fusestep.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 
 #: The source of a figure that a person gave.
 GIVEN = "given on the command line"
@@ -55,13 +55,16 @@ class Rates:
     Attributes:
         gpu, date: of the measurements.
         memory: bytes of the GPU.
-        products: by precision, (smaller side of the weight, FLOP/s) in growing order of the side.
-        attention: (tokens of a sequence, FLOP/s) of causal attention in 16 bits, forward and backward; empty where it
-            was not measured, and a share of products' rate is assumed.
-        norms: (width, share of a copy's rate that a fused norm reaches, forward and backward together).
+        products: by precision, (smaller side of the weight, FLOP/s) in growing order of the side; by "head" those of a
+            head and its logits in BF16, where they were measured.
+        attention: (tokens of a sequence, elements of a head, FLOP/s) of causal attention in 16 bits, forward and
+            backward, in growing order; empty where it was not measured, and a share of products' rate is assumed.
+        norms: (width, share of a copy's rate that a fused norm reaches between its kernels' starts and ends, forward
+            and backward together).
         host_layer: seconds that the host needs to launch a block forward and backward, and the file that they are
             from, by "form/precision".
-        sources: of products and norms, the file that they are from.
+        sources: of products, norms and attention, the file that they are from; "products:head" and the like where it
+            is another.
         figures: all else by name.
     """
 
@@ -69,7 +72,7 @@ class Rates:
     date: str
     memory: float
     products: Mapping[str, Sequence[tuple[float, float]]]
-    attention: Sequence[tuple[float, float]]
+    attention: Sequence[tuple[float, float, float]]
     norms: Sequence[tuple[float, float]]
     host_layer: Mapping[str, tuple[float, str]]
     sources: Mapping[str, str]
@@ -88,7 +91,7 @@ class Rates:
             data["date"],
             data["memory"],
             {name: [(side, rate) for side, rate in pairs] for name, pairs in data["products"].items()},
-            [(length, rate) for length, rate in data["attention"]],
+            [(length, size, rate) for length, size, rate in data["attention"]],
             [(width, share) for width, share in data["norms"]],
             {name: (seconds, source) for name, (seconds, source) in data["host_layer"].items()},
             data["sources"],
@@ -106,6 +109,18 @@ class Rates:
     def product(self, precision: str, side: float) -> float:
         """FLOP/s of products with a weight whose smaller side is `side`, between the measured ones."""
         return between(self.products["bf16" if precision == "fp16" else precision], side)
+
+    def head(self, precision: str) -> str:
+        """The name in `products` of the rate of the head's, in a precision between products."""
+        return "head" if "head" in self.products and precision in ("bf16", "fp16") else precision
+
+    def attend(self, length: float, size: float) -> float:
+        """FLOP/s of attention over so many tokens, of each length measured with the heads nearest in size."""
+        by_length: dict[float, tuple[float, float]] = {}
+        for tokens, elements, rate in self.attention:
+            away = abs(math.log(elements / size))
+            by_length[tokens] = min((away, rate), by_length.get(tokens, (math.inf, 0.0)))
+        return between([(tokens, rate) for tokens, (_, rate) in by_length.items()], length)
 
     def norm(self, width: float) -> float:
         """The share of a copy's rate that passes of our kernels reach."""
@@ -139,7 +154,8 @@ class Rates:
         if product is None:
             return dataclasses.replace(self, figures=figures, attention=attention, memory=memory or self.memory)
         products = {name: [(1.0, product)] for name in self.products}
-        sources = {**self.sources, "products": GIVEN}
+        sources = {name: one for name, one in self.sources.items() if not name.startswith("products")}
+        sources["products"] = GIVEN
         return dataclasses.replace(
             self,
             figures=figures,
@@ -158,9 +174,11 @@ class Rates:
         kind, _, key = name.partition(":")
         if kind == "products":
             pairs = list(self.products["bf16" if key == "fp16" else key])
-            return {"value": pairs, "unit": "(smaller side, FLOP/s)", "source": self.sources[kind]}
+            source = self.sources.get(name, self.sources[kind])
+            return {"value": pairs, "unit": "(smaller side, FLOP/s)", "source": source}
         if kind == "attention" and self.attention:
-            return {"value": list(self.attention), "unit": "(tokens, FLOP/s)", "source": self.sources[kind]}
+            unit = "(tokens, head, FLOP/s)"
+            return {"value": list(self.attention), "unit": unit, "source": self.sources[kind]}
         if kind == "norms":
             return {"value": list(self.norms), "unit": "(width, share of a copy's rate)", "source": self.sources[kind]}
         if kind == "host_layer":
