@@ -44,10 +44,10 @@ def in_fp32(x):
 @triton.jit
 def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVICTION: tl.constexpr):
     """x, or x + residual rounded to the dtype of the stored sum, in fp32; EVICTION tells the cache what comes later."""
-    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    x = in_fp32(tl.load(x_ptr + x_offset, mask=mask, other=0.0, eviction_policy=EVICTION))
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + residual_offset, mask=mask, other=0.0, eviction_policy=EVICTION)
-        x += residual.to(tl.float32)
+        x += in_fp32(residual)
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
     return x
 
@@ -55,7 +55,7 @@ def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVIC
 @triton.jit
 def load_columns(pointer, column, inside, NEUTRAL: tl.constexpr):
     """A weight or bias for a block of columns in fp32; where there is none, the number that changes nothing."""
-    return NEUTRAL if pointer is None else tl.load(pointer + column, mask=inside, other=NEUTRAL).to(tl.float32)
+    return NEUTRAL if pointer is None else in_fp32(tl.load(pointer + column, mask=inside, other=NEUTRAL))
 
 
 @triton.jit
