@@ -96,15 +96,25 @@ def measured() -> str:
     header = ["step", "measured, ms", "planned, ms", "off by", "peak, GiB", "planned, GiB", "off by"]
     results, rates = plan_cases.read(figures.RESULTS), measured_rates()
     rows = plan_cases.table_rows(results, rates)
-    free = [case for case in plan_cases.cases(results) if not case.fitted]
-    steps = [case.step_off(rates) for case in free]
-    peaks = [off for case in plan_cases.cases(results) if (off := case.peak_off(rates)) is not None]
+    cases = plan_cases.cases(results)
+    busy: list[float] = []
+    waiting: list[float] = []
+    for case in cases:
+        if not case.fitted:
+            (waiting if case.predicted(rates).time.waiting else busy).append(case.step_off(rates))
+    peaks = [off for case in cases if (off := case.peak_off(rates)) is not None]
     summary = (
-        f"Plans of the {len(free)} steps that nothing was fitted to are off by {min(steps):+.1%} to {max(steps):+.1%}, "
-        f"those of {len(peaks)} peaks by {min(peaks):+.1%} to {max(peaks):+.1%}."
+        f"Plans of steps that nothing was fitted to are off by {span(busy)} where the device is busy ({len(busy)})"
+        + (f", and by {span(waiting)} where it waits for the host ({len(waiting)})" if waiting else "")
+        + f"; those of {len(peaks)} peaks by {span(peaks)}."
     )
     reasons = [f"- **{name}**: {why}" for name, why in plan_cases.EXPLAINED.items()]
     return f"{table(header, rows)}\n\n{textwrap.fill(summary, 128)}" + ("\n\n" + "\n".join(reasons) if reasons else "")
+
+
+def span(offs: list[float]) -> str:
+    """From the least to the most."""
+    return " to ".join(dict.fromkeys(f"{off:+.1%}" for off in (min(offs), max(offs))))
 
 
 def whole() -> str:
