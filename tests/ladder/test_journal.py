@@ -37,6 +37,7 @@ HERE = {
 }
 #: Requests of the gate, and of one round.
 GATE, ROUND = 3, 3
+OUT_OF_MEMORY = "out of memory; lower --batch."
 
 
 class CutOff(BaseException):
@@ -66,7 +67,7 @@ class Table:
         if request.task == "ceilings":
             return self.ceilings
         if request.task == "time" and self.failing == request.recipe.precision:
-            return Reply(failed="out of memory; lower --batch.", log="a log")
+            return Reply(failed=OUT_OF_MEMORY, log="a log")
         key = f"{request.task} {request.recipe.optimizer} {request.recipe.precision} {request.reverse}"
         if request.task == "gate":
             # An FP8 or BF16 run may well meet a loss that is not finite on its way.
@@ -166,6 +167,59 @@ def test_a_rung_that_failed_stays_failed_and_is_not_asked_again(table: Table, tm
     assert resumed.rungs[2].failure == "out of memory; lower --batch."
     assert resumed.rungs[2].log == "a log"
     assert counted(table) == {("time", "fp32"): 2 * 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "losses", "why", "asked"),
+    [
+        ("gate", [3.0, float("nan"), 2.0], "has a loss that is not finite at step 2", 1),
+        ("time", [3.0, 2.5, 2.0], "did not run: out of memory; lower --batch", None),
+    ],
+)
+def test_a_first_rung_that_nothing_can_be_judged_by_ends_the_ladder_and_is_not_kept(
+    table: Table,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    losses: list[float],
+    why: str,
+    asked: int | None,
+) -> None:
+    honest = table.run
+
+    def run_first(request: Request) -> Reply:
+        reply = honest(request)
+        if request.recipe.optimizer != "torch" or request.task != task:
+            return reply
+        return Reply(done={"losses": losses, "saturation": None}) if task == "gate" else Reply(failed=OUT_OF_MEMORY)
+
+    monkeypatch.setattr(table, "run", run_first)
+    said = f"^adam, which all rungs are compared with, {why}; mend that, or compare with a later rung by --base.$"
+    with pytest.raises(UserError, match=said):
+        ladder(CONFIG, folder=tmp_path / "kept")
+    assert list(tmp_path.iterdir()) == []
+    # Of the timings none but those of the round until then.
+    assert len(table.asked) == asked if asked else GATE < len(table.asked) <= GATE + ROUND
+
+
+def test_a_first_rung_that_fails_after_a_whole_round_leaves_the_others_their_gains(
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = table.run
+
+    def run_first(request: Request) -> Reply:
+        reply = honest(request)
+        is_later = len(table.asked) > GATE + ROUND
+        return Reply(failed=OUT_OF_MEMORY) if request.recipe.optimizer == "torch" and is_later else reply
+
+    monkeypatch.setattr(table, "run", run_first)
+    first, second, third = ladder(CONFIG).rungs
+    assert first.failure == OUT_OF_MEMORY
+    assert [len(rung.rounds) for rung in (second, third)] == [3, 3]
+    assert second.over_first is not None
+    assert second.over_first.gain is None
+    assert third.over_previous is not None
+    assert third.over_previous.gain is not None
 
 
 def test_a_loss_that_is_not_finite_survives(table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_what_stands_beside_the_rungs_has_a_table_that_sorts_and_bars_among_thei
     heads = shown.evaluate(
         "[...document.querySelectorAll('thead')].map(head => head.textContent.replace(/\\s+/g, ' '))"
     )
-    assert "over native over te" in heads[0]
+    assert "best native PyTorch over it over te" in heads[0]
     assert "numbers status step ms" in heads[1]
     names = (
         "[...document.querySelectorAll('#figures .wide')[1].querySelectorAll('tbody th')].map(cell => cell.textContent)"

@@ -8,30 +8,41 @@ from fusestep.ladder.profiling import shortened
 from fusestep.ladder.progress import Remaining
 
 
-def test_nothing_is_said_before_anything_is_known() -> None:
-    assert Remaining([("gate", "a")]).in_words() == ""
-
-
-def test_a_job_takes_what_its_last_took_else_what_its_kind_takes() -> None:
+def test_nothing_is_said_before_each_job_that_is_left_was_done_once() -> None:
+    """A curve of the gate takes seconds where a library compiles for a minute: neither tells of the other."""
     jobs = [("gate", "a"), ("gate", "b"), ("time", "a"), ("time", "b"), ("time", "a"), ("time", "b")]
     remaining = Remaining(jobs)
-    remaining.done("gate", "a", 10.0)
-    assert remaining.seconds() == 10.0 * 5  # the median of all that is known
-    remaining.done("gate", "b", 20.0)
-    remaining.done("time", "a", 3.0)
-    assert remaining.seconds() == 3.0 * 3
-    remaining.done("time", "b", 50.0)  # it compiled
+    for kind, name, seconds in (("gate", "a", 10.0), ("gate", "b", 20.0), ("time", "a", 3.0)):
+        assert remaining.in_words() == ""
+        remaining.done(kind, name, seconds)
+    assert remaining.in_words() == ""
+    remaining.done("time", "b", 50.0)
     assert remaining.seconds() == 3.0 + 50.0
+
+
+def test_by_a_first_time_which_compiled_the_next_takes_at_most_as_long() -> None:
+    remaining = Remaining([("time", name) for name in "ab"] * 3)
+    remaining.done("time", "a", 3.0)
+    remaining.done("time", "b", 50.0)
+    assert remaining.in_words() == "at most about 2 min left"
     remaining.done("time", "b", 5.0)
-    assert remaining.in_words() == "about 3 s left"
-    remaining.done("time", "a", None)  # it came from a journal, which tells nothing
-    assert remaining.seconds() == 0.0
+    assert remaining.in_words() == "at most about 11 s left"
+    remaining.done("time", "a", 4.0)
+    assert remaining.in_words() == "about 9 s left"
+    remaining.done("time", "a", None)
+    assert remaining.seconds() == 5.0
 
 
-def test_minutes_are_said_where_seconds_are_too_many() -> None:
-    remaining = Remaining([("time", "a")] * 4)
+def test_what_falls_away_is_not_waited_for_and_what_a_journal_held_tells_nothing() -> None:
+    remaining = Remaining([("time", "a"), ("time", "b")] * 3)
+    for name in "ab":
+        remaining.done("time", name, None)  # of an earlier sitting, which compiled
+    assert remaining.in_words() == ""
     remaining.done("time", "a", 100.0)
-    assert remaining.in_words() == "about 5 min left"
+    assert remaining.in_words() == ""
+    for _ in range(2):
+        remaining.done("time", "b", None)
+    assert remaining.in_words() == "about 2 min left"
 
 
 @pytest.mark.parametrize(

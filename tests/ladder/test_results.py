@@ -8,10 +8,12 @@ import pytest
 from fusestep.ladder.gate import Verdict
 from fusestep.ladder.measured import Round
 from fusestep.ladder.memory import Peak
-from fusestep.ladder.results import RungResult, compare
+from fusestep.ladder.profiling import Kernel
+from fusestep.ladder.results import HELD_BY_HOST, RungResult, compare
 from fusestep.ladder.rungs import RUNGS, recipe_of
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import Timing
+from fusestep.ladder.words import device_in_words
 
 PASSED = Verdict(True, 2.0, 0.0, 0.0005, 0.0, "fine")
 FAILED = Verdict(False, 2.0, 0.1, 0.0005, 0.0, "its loss is far away")
@@ -27,11 +29,13 @@ def rung_result(
     parts: tuple[Part, ...] = FUSED,
     doubling: float = 1.0,
     device: float | None = None,
+    host: float | None = 1.0,
+    is_bound: bool = False,
     failure: str | None = None,
 ) -> RungResult:
     rounds = [
         Round(
-            Timing(50.0, 6, True, ((1, ms), (2, 2 * ms * doubling)), (ms,) * 3, device and 1.0, device),
+            Timing(50.0, 6, True, ((1, ms), (2, 2 * ms * doubling)), (ms,) * 3, device and host, device, is_bound),
             Peak(None, None, 1000 + place, 500),
             parts,
             "optimizer",
@@ -109,10 +113,60 @@ def test_a_loss_is_printed_with_its_likely_cause() -> None:
 
 
 def test_a_launch_bound_loss_says_so_first() -> None:
-    slow = rung_result([20.0, 21.0, 20.5], device=6.0)
+    slow = rung_result([20.0, 21.0, 20.5], device=6.0, host=20.0)
     assert slow.is_launch_bound
-    assert compare(slow, BASE, NAMES).reason.startswith("launch-bound: the device needs 6.00 of 20.50 ms")
-    assert not rung_result([20.0], device=19.5).is_launch_bound
+    reason = compare(slow, BASE, NAMES).reason
+    assert reason.startswith("launch-bound: the device needs 6.00 of 20.50 ms")
+    assert reason.endswith(RUNGS[2].slower_when)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "is_bound", "is_idle", "is_launch_bound"),
+    [
+        (19.5, 25.0, False, False, False),  # busy, whatever the host
+        (17.0, 25.0, False, True, True),
+        (17.0, 16.0, False, True, False),  # the host is ahead: it is not what the rest of the step waits for
+        (17.0, 25.0, True, None, None),  # how long the device is busy is not known
+        (None, None, False, None, None),
+    ],
+)
+def test_a_step_is_launch_bound_where_the_device_idles_and_the_host_is_the_slower(
+    device: float | None, host: float | None, is_bound: bool, is_idle: bool | None, is_launch_bound: bool | None
+) -> None:
+    result = rung_result([20.0] * 3, device=device, host=host, is_bound=is_bound)
+    assert (result.is_idle, result.is_launch_bound) == (is_idle, is_launch_bound)
+
+
+@pytest.mark.parametrize(("share", "is_bound"), [(0.3, False), (0.4, True)])
+def test_kernels_that_fill_the_devices_time_show_that_it_did_not_wait(share: float, is_bound: bool) -> None:
+    """A kernel of 5 ms that is 0.3 of all leaves little of 17 ms, and one that is 0.4 leaves 4.5."""
+    result = rung_result([20.0] * 3, device=17.0, host=25.0, is_bound=True)
+    seen = replace(result.rounds[0], kernels=(Kernel("gemm", 1.0, 5.0, share),))
+    result = replace(result, rounds=(seen, *result.rounds[1:]))
+    assert result.is_device_bound == is_bound
+    assert (result.device_times is None) == is_bound
+    assert device_in_words(result) == ("≤17.00" if is_bound else "17.00")
+
+
+def test_the_devices_times_are_compared_like_the_walls() -> None:
+    before = rung_result([20.0, 21.0, 20.5], place=1, device=6.0, host=20.0)
+    after = rung_result([20.0, 22.0, 19.5], device=4.0, host=20.0)
+    comparison = compare(after, before, NAMES)
+    assert (comparison.claim, comparison.reason) == ("no difference", HELD_BY_HOST)
+    assert comparison.device is not None
+    assert comparison.device.ratio == pytest.approx(1.5)
+    assert comparison.device.is_faster
+    bound = rung_result([20.0, 22.0, 19.5], device=4.0, host=20.0, is_bound=True)
+    assert compare(bound, before, NAMES).device is None
+    assert compare(after, BASE, NAMES).device is None
+
+
+def test_what_the_device_needs_less_time_for_is_not_slower_for_what_its_kernels_cost() -> None:
+    before = rung_result([10.0, 11.0, 10.5], place=1, device=6.0, host=10.0)
+    slower = rung_result([20.0, 21.0, 20.5], device=4.0, host=20.0)
+    assert compare(slower, before, NAMES).reason == (
+        "launch-bound: the device needs 4.00 of 20.50 ms and waits for the host the rest"
+    )
 
 
 def test_an_interval_that_holds_one_is_no_difference() -> None:

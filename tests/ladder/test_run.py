@@ -280,17 +280,24 @@ def test_a_request_that_takes_too_long_is_ended_with_a_sentence_and_the_next_is_
             assert workers.run(request, limit_s=0.5).failed == "it took longer than 0.5 s."
 
 
-def test_a_failed_baseline_leaves_the_others_measured_and_without_gains() -> None:
+def test_a_first_rung_that_crashes_ends_the_ladder_at_once_and_keeps_nothing(tmp_path: Path) -> None:
     rungs = (
         wrong_rung("nothing", optimizer="none such"),
         Rung("adam", "", lambda r: replace(r, optimizer="torch"), None, ""),
     )
-    result = ladder(replace(SMALL, rungs="1-2", rounds=1), rungs=rungs)
-    assert result.rungs[0].failure is not None
-    assert result.rungs[1].rounds
-    assert result.rungs[1].over_first is not None
-    assert result.rungs[1].over_first.gain is None
-    assert "nothing did not run" in result.rungs[1].over_first.reason
+    told: list[str] = []
+    said = (
+        "^nothing, which all rungs are compared with, did not run: its process ended with status 1: KeyError: .*--base"
+    )
+    with pytest.raises(UserError, match=said):
+        ladder(
+            replace(SMALL, rungs="1-2"),
+            rungs=rungs,
+            folder=tmp_path / "kept",
+            progress=lambda _, text: told.append(text),
+        )
+    assert told == ["gate: nothing trains"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.gpu

@@ -71,6 +71,24 @@ def test_a_step_that_the_queue_cannot_hold_takes_no_longer_on_the_device_than_in
     gpu = FullQueue(launch=0.001, work=0.010)
     timing = measure(gpu.step, gpu, steps=12)
     assert timing.device == timing.step == pytest.approx(10, rel=0.11)
+    assert timing.is_bound
+
+
+class Waiting(FakeGpu):
+    """A step that reads a value of the device's in its middle, where the device then has nothing to do."""
+
+    def step(self) -> None:
+        super().step()
+        self.synchronize()
+        super().step()
+
+
+def test_a_step_that_waits_for_the_device_itself_gives_an_upper_bound_of_its_time() -> None:
+    gpu = Waiting(launch=0.004, work=0.001)
+    timing = measure(gpu.step, gpu, steps=12)
+    assert timing.device == pytest.approx(6)  # the launch of its second half is in it
+    assert timing.device < timing.step
+    assert timing.is_bound
 
 
 def test_launch_bound_work_shows_the_host_as_the_limit() -> None:
@@ -79,6 +97,25 @@ def test_launch_bound_work_shows_the_host_as_the_limit() -> None:
     assert timing.step == pytest.approx(10, rel=0.21)
     assert timing.host == pytest.approx(10)
     assert timing.device == pytest.approx(2)  # the device alone, with the step queued before it starts
+    assert not timing.is_bound
+
+
+def test_one_launch_that_the_host_is_late_with_does_not_make_a_bound_of_the_others() -> None:
+    class Late(FakeGpu):
+        held = 0
+
+        def hold(self, ms: float) -> bool:
+            self.held += ms > 0
+            return super().hold(ms)
+
+        def step(self) -> None:
+            self.host += 0.1 if self.held == 2 else 0.0
+            super().step()
+
+    gpu = Late(launch=0.010, work=0.002)
+    timing = measure(gpu.step, gpu, steps=12)
+    assert timing.device == pytest.approx(2)
+    assert not timing.is_bound
 
 
 def test_a_clock_that_does_not_synchronize_reads_launches_for_work() -> None:

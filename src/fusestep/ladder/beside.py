@@ -17,6 +17,7 @@ from fusestep.ladder.plan import Plan
 from fusestep.ladder.processes import Reply
 from fusestep.ladder.results import Comparison, ContenderResult, RungResult, claim
 from fusestep.ladder.rungs import Rung
+from fusestep.ladder.words import ways_in_words
 
 #: Of first losses, where the weights are rounded to BF16 at every step.
 _TOLERANCE_OF_BF16_WEIGHTS = 0.01
@@ -68,7 +69,7 @@ def timed(
         said = (reply.failed or "").rstrip(".")
         if result.rounds or place == len(attempts) - 1:
             return replace(result, recipe=recipe, rounds=(), failure=f"{said}.", log=reply.log), replies
-        setback = f"with {_in_words(recipe)} it did not run ({said}), so it is measured without"
+        setback = f"with {ways_in_words(recipe) or 'its parts'} it did not run ({said}), so it is measured without"
         result = replace(result, setbacks=(*result.setbacks, setback), log=reply.log)
     raise RuntimeError(f"{name} has no attempt left.")
 
@@ -84,11 +85,6 @@ def _attempt(plan: Plan, result: ContenderResult, place: int, key: str, profiled
     request = replace(plan.request(result.contender.attempts[place]), profiled=profiled)
     named = key if place == 0 else f"{key}, attempt {place + 1}"
     return Asked(request, result.contender.name, named, LIMIT_S)
-
-
-def _in_words(recipe: object) -> str:
-    ways = {"graph": "the whole step in one graph", "compiled": "torch.compile"}
-    return " and ".join(words for name, words in ways.items() if getattr(recipe, name)) or "its parts"
 
 
 def checked(result: ContenderResult, first: RungResult) -> ContenderResult:

@@ -12,8 +12,12 @@ from fusestep.ladder.statistics import Spread, spread
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import Timing
 
-#: A device that is busy for less than this share of the step waits for the host.
+#: A device that is busy for less than this share of the step waits for something: for the host, where that takes longer
+#: to queue the step than the device to run it; else clocks that fall under load, and other work of the machine.
 _BUSY = 0.9
+
+#: Where the kernels of a step fill this share of the time that the device took, it hardly waited in between.
+_FILLED = 0.85
 
 
 @dataclass(frozen=True)
@@ -119,16 +123,44 @@ class Measured:
         return _median([r.timing.device for r in self.rounds])
 
     @property
-    def is_launch_bound(self) -> bool | None:
-        """Whether the device waits for the host; None on a CPU."""
-        if self.device is None or self.step is None:
+    def device_times(self) -> list[float] | None:
+        """Each round's time of the device for a step, in ms; None on a CPU, and where that is an upper bound."""
+        times = [r.timing.device for r in self.rounds if r.timing.device is not None]
+        return None if not times or len(times) < len(self.rounds) or self.is_device_bound else times
+
+    @property
+    def is_device_bound(self) -> bool:
+        """Whether `device` is an upper bound and no more: a step waited for the host while it ran, in some round."""
+        if not any(r.timing.is_bound for r in self.rounds):
+            return False
+        busy = self.kernels_ms
+        return busy is None or self.device is None or busy < _FILLED * self.device
+
+    @property
+    def is_idle(self) -> bool | None:
+        """Whether the device has nothing to do for a good part of a step; None where that is not known."""
+        if self.device is None or self.step is None or self.is_device_bound:
             return None
         return self.device < _BUSY * self.step.median
+
+    @property
+    def is_launch_bound(self) -> bool | None:
+        """Whether the device waits for the host, which queues a step more slowly than the device runs it; None where
+        that is not known.
+        """
+        if self.is_idle is None or self.host is None or self.device is None:
+            return None
+        return self.is_idle and self.host > self.device
 
     @property
     def doubling(self) -> float | None:
         """Median of t(2n) / 2·t(n) over all pairs of windows."""
         return _median([ratio for r in self.rounds for ratio in r.timing.doublings])
+
+    @property
+    def kernels_ms(self) -> float | None:
+        """What all kernels of a step took, in ms, of the round that was profiled; None where none was."""
+        return next((kernel.ms / kernel.share for kernel in self.kernels), None)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

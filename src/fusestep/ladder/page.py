@@ -55,10 +55,17 @@ def draw(plain: Mapping[str, Any]) -> str:
         plots=_plots(rungs),
         remarks=plain["remarks"],
         logs=[(rung["name"], rung["log"]) for rung in (*rungs, *contenders) if rung["log"]],
-        rungs=[(rung["name"], rung["summary"]) for rung in (*rungs, *contenders)],
+        rungs=[(one["name"], one["summary"]) for one in (_with_those_within(rungs[0], plain["plan"]), *rungs[1:])],
+        beside=[(one["name"], one["summary"]) for one in contenders],
         environment=_in_words(plain["environment"]),
         plan=_in_words({**plain["plan"], **({} if ceilings is None else {"ceilings": ceilings})}),
     )
+
+
+def _with_those_within(first: Rung, plan: Mapping[str, Any]) -> Rung:
+    """The first rung, its summary with the rungs that are in it and stand below it on the ladder."""
+    within = plan.get("within_base")
+    return {**first, "summary": f"{first['summary']}; {', '.join(within)} in it"} if within else first
 
 
 def _times(rungs: Sequence[Rung]) -> dict[str, Any]:
@@ -92,7 +99,7 @@ def _memory(rungs: Sequence[Rung]) -> dict[str, Any]:
         peak = rung["peak_bytes"]
         label = page_tables.missing(rung) if peak is None else f"{peak / 2**20:,.0f} MiB"
         rows.append(_row(rung["name"], label, [] if peak is None else [_bar(peak, full, label)]))
-    return {"title": "Peak memory.", "caption": f"The {what} of a fresh process.", "rows": rows, "kinds": []}
+    return {"title": "Peak memory.", "caption": f"Of a fresh process: its {what}.", "rows": rows, "kinds": []}
 
 
 def _apart(rungs: Sequence[Rung]) -> dict[str, Any] | None:
@@ -108,9 +115,9 @@ def _apart(rungs: Sequence[Rung]) -> dict[str, Any] | None:
             continue
         bars = [
             _bar(host, full, f"host {host:.2f} ms", kind="second"),
-            _bar(device, full, f"device {device:.2f} ms"),
+            _bar(device, full, f"device {page_tables.device(rung)} ms"),
         ]
-        text = f"{host:.2f} / {device:.2f} ms" + (", launch-bound" if rung["launch_bound"] else "")
+        text = f"{host:.2f} / {page_tables.device(rung)} ms" + (", launch-bound" if rung["launch_bound"] else "")
         rows.append(_row(rung["name"], text, bars))
     return {
         "title": "Host against device.",
@@ -181,7 +188,11 @@ def _plots(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
         return []
     first = next(iter(curves))
     plots = [
-        _plot("Loss during the gate.", "Every rung on the same text from the same seed; see them one by one.", curves)
+        _plot(
+            "Loss during the gate.",
+            "Every rung on the same text from the same seed; press a name to take its line away.",
+            curves,
+        )
     ]
     if len(curves) > 1:
         caption = f"(loss − loss of {first}) / loss of {first}, step by step, in %."

@@ -12,7 +12,7 @@ def table(rungs: Sequence[Rung], contenders: Sequence[Rung]) -> dict[str, Any]:
     """Columns and cells; a column of which no rung has a value is left out."""
     peers = list(dict.fromkeys(one["library"] for one in contenders if one["library"]))
     natives = ["native"] if any(one["kind"] == "native" for one in contenders) else []
-    titles = {"native": "over native", **{peer: f"over {peer}" for peer in peers}}
+    titles = {"native": "over it", **{peer: f"over {peer}" for peer in peers}}
     columns: list[tuple[str, bool, list[tuple[Any, str]]]] = [
         ("rung", False, [(rung["name"], rung["name"]) for rung in rungs]),
         ("verdict", False, [(rung["decision"], rung["decision"] or "") for rung in rungs]),
@@ -20,6 +20,8 @@ def table(rungs: Sequence[Rung], contenders: Sequence[Rung]) -> dict[str, Any]:
         ("quartiles", True, [(rung["step_ms_quartile_1"], _quartiles(rung)) for rung in rungs]),
         ("over first", True, [(rung["gain_over_first"], _gain(rung, "over_first")) for rung in rungs]),
         ("over previous", True, [(rung["gain_over_previous"], _gain(rung, "over_previous")) for rung in rungs]),
+        ("device's time over previous", True, [_device_gain(rung) for rung in rungs]),
+        *(("best native PyTorch", False, [(rung[name], rung[name] or "") for rung in rungs]) for name in natives),
         *(
             (titles[name], True, [(rung[f"gain_over_{name}"], _gain(rung, f"over_{name}")) for rung in rungs])
             for name in (*natives, *peers)
@@ -28,7 +30,7 @@ def table(rungs: Sequence[Rung], contenders: Sequence[Rung]) -> dict[str, Any]:
         ("peak MiB", True, [_figure(rung["peak_bytes"], "{:,.0f}", 2**20) for rung in rungs]),
         ("first step ms", True, [_figure(rung["first_step_ms"], "{:,.0f}") for rung in rungs]),
         ("host ms", True, [_figure(rung["host_ms"], "{:.2f}") for rung in rungs]),
-        ("device ms", True, [_figure(rung["device_ms"], "{:.2f}") for rung in rungs]),
+        ("device ms", True, [(rung["device_ms"], device(rung)) for rung in rungs]),
         ("TFLOP/s", True, [_figure(rung["flops_per_s"], "{:,.3g}", 1e12) for rung in rungs]),
         ("of a product's", True, [_figure(rung["of_product_ceiling"], "{:.0%}") for rung in rungs]),
         ("GB/s", True, [_figure(rung["bytes_per_s"], "{:,.3g}", 1e9) for rung in rungs]),
@@ -70,7 +72,7 @@ def contenders(measured: Sequence[Rung]) -> dict[str, Any] | None:
         ("peak MiB", True, [_figure(one["peak_bytes"], "{:,.0f}", 2**20) for one in measured]),
         ("first step ms", True, [_figure(one["first_step_ms"], "{:,.0f}") for one in measured]),
         ("host ms", True, [_figure(one["host_ms"], "{:.2f}") for one in measured]),
-        ("device ms", True, [_figure(one["device_ms"], "{:.2f}") for one in measured]),
+        ("device ms", True, [(one["device_ms"], device(one)) for one in measured]),
         ("TFLOP/s", True, [_figure(one["flops_per_s"], "{:,.3g}", 1e12) for one in measured]),
         ("of a product's", True, [_figure(one["of_product_ceiling"], "{:.0%}") for one in measured]),
         ("first losses off by", True, [_figure((one["check"] or {}).get("deviation"), "{:.4%}") for one in measured]),
@@ -93,6 +95,12 @@ def missing(rung: Rung) -> str:
     return "changes nothing" if rung.get("unchanged") is not None else ""
 
 
+def device(rung: Rung) -> str:
+    """The device's time for a step; "≤" where it is an upper bound and no more."""
+    ms, bound = rung["device_ms"], "≤" if rung.get("device_is_upper_bound") else ""
+    return "" if ms is None else f"{bound}{ms:.2f}"
+
+
 def _quartiles(rung: Rung) -> str:
     low, high = rung["step_ms_quartile_1"], rung["step_ms_quartile_3"]
     return "" if low is None or high is None else f"{low:.2f}–{high:.2f}"
@@ -105,6 +113,14 @@ def _gain(rung: Rung, over: str) -> str:
         return "" if claim is None else "no claim"
     interval = "" if low is None else f" ({low:.2f}–{high:.2f})"
     return f"{ratio:.2f}×{interval}" + (" no claim" if claim == "none" else "")
+
+
+def _device_gain(rung: Rung) -> tuple[float | None, str]:
+    # A ladder.json of before there was one lacks it.
+    ratio, low, high = (rung.get(f"device_gain_over_previous{end}") for end in ("", "_low", "_high"))
+    if ratio is None:
+        return None, ""
+    return ratio, f"{ratio:.2f}×" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
 
 
 def _gate(rung: Rung) -> str:

@@ -72,7 +72,11 @@ def _scaled(value: float | None, unit: float) -> float | None:
 
 
 def _times(axes: Axes, rungs: Sequence[Rung]) -> None:
-    _bars(axes, rungs, "Time of a step, ms: median, quartiles, rounds", {"": [rung["step_ms"] for rung in rungs]})
+    # A figure stands behind all that is drawn of its rung.
+    ends = [max((r["step_ms"] for r in rung["rounds"]), default=0.0) for rung in rungs]
+    ends = [max(end, rung["step_ms_quartile_3"] or 0.0) for end, rung in zip(ends, rungs, strict=True)]
+    title = "Time of a step, ms: median, quartiles, rounds"
+    _bars(axes, rungs, title, {"": [rung["step_ms"] for rung in rungs]}, ends)
     for place, rung in enumerate(rungs):
         if rung["step_ms"] is None:
             continue
@@ -81,20 +85,34 @@ def _times(axes: Axes, rungs: Sequence[Rung]) -> None:
         axes.plot(rounds, [place] * len(rounds), "o", color="white", markeredgecolor="black", markersize=4)
 
 
-def _bars(axes: Axes, rungs: Sequence[Rung], title: str, series: Mapping[str, Sequence[float | None]]) -> None:
-    """Horizontal bars, a group for each rung, the first rung above."""
+def _bars(
+    axes: Axes,
+    rungs: Sequence[Rung],
+    title: str,
+    series: Mapping[str, Sequence[float | None]],
+    ends: Sequence[float] | None = None,
+) -> None:
+    """Horizontal bars, a group for each rung, the first rung above; a figure stands behind its bar and its end."""
     height = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         offset = (number - (len(series) - 1) / 2) * height
-        bars = axes.barh(
+        axes.barh(
             [place + offset for place in range(len(rungs))],
             [value or 0.0 for value in values],
             height,
             color=(_FIRST, _SECOND)[number],
             label=name,
         )
-        texts = ["did not run" if rung["failure"] else _short(v) for rung, v in zip(rungs, values, strict=True)]
-        axes.bar_label(bars, texts, padding=6, fontsize=8)
+        for place, (rung, value) in enumerate(zip(rungs, values, strict=True)):
+            bound = "≤" if name == "device" and rung.get("device_is_upper_bound") else ""
+            axes.annotate(
+                "did not run" if rung["failure"] else f"{bound}{_short(value)}",
+                (max(value or 0.0, 0.0 if ends is None else ends[place]), place + offset),
+                xytext=(6, 0),
+                textcoords="offset points",
+                verticalalignment="center",
+                fontsize=8,
+            )
     axes.set_yticks(range(len(rungs)), [rung["name"].replace("$", r"\$") for rung in rungs])
     axes.invert_yaxis()
     axes.margins(x=0.18)

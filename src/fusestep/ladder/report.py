@@ -28,6 +28,7 @@ from fusestep.ladder.words import (
     remarks_of,
     runs_as,
     status_of,
+    summary_of,
 )
 
 #: Of ladder.json; raised whenever a reader of the old form would misread the new one.
@@ -188,6 +189,7 @@ def _rows(ladder: Ladder, conclusion: verdict.Conclusion) -> list[dict[str, Any]
     for result in ladder.rungs:
         finding = findings.get(result.rung.name)
         said = {"decision": finding and finding.decision, "why": finding and finding.why}
+        said |= {"decided_by": finding and finding.by}
         rows.append({"name": result.rung.name, **said, **_row(result, ladder)})
     return rows
 
@@ -221,7 +223,7 @@ def _contender_as_dict(result: ContenderResult, ladder: Ladder) -> dict[str, Any
         "kind": result.contender.kind,
         "library": result.contender.library or None,
         "version": result.version,
-        "summary": result.contender.summary,
+        "summary": summary_of(result),
         "status": status_of(result),
         "failure": result.failure,
         "absent": result.absent,
@@ -251,6 +253,9 @@ def _row(result: RungResult, ladder: Ladder) -> dict[str, Any]:
     }
     for key, comparison in (("over_first", result.over_first), ("over_previous", result.over_previous)):
         row |= _gain(key, comparison)
+        device = comparison and comparison.device
+        ends = {"": device and device.ratio, "_low": device and device.low, "_high": device and device.high}
+        row |= {f"device_gain_{key}{end}": value for end, value in ends.items()}
     if any(one.contender.kind == "native" for one in ladder.contenders):
         native = native_of(result)
         row |= {"native": native and native.over, **_gain("over_native", native)}
@@ -287,6 +292,7 @@ def _figures(result: RungResult | ContenderResult, ladder: Ladder) -> dict[str, 
         "tokens_per_s": result.tokens_per_second,
         "host_ms": result.host,
         "device_ms": result.device,
+        "device_is_upper_bound": result.is_device_bound,
         "launch_bound": result.is_launch_bound,
         "peak_bytes": peak and peak.headline,
         "peak_of": peak and ("GPU memory reserved" if peak.reserved is not None else "resident set"),

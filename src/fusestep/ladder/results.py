@@ -18,6 +18,9 @@ from fusestep.ladder.timing import DOUBLING_WITHIN
 #: An interval whose ends differ by more than this factor tells nothing.
 _SCATTER = 1.5
 
+#: Why rounds tell no difference.
+SCATTERED, HELD_BY_HOST = "the rounds scatter too widely", "the step is launch-bound, so its wall time is the host's"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -28,12 +31,14 @@ class Comparison:
         gain: what was measured, or None where nothing may be said of its speed.
         claim: what may be claimed; "none" where the measured gain is not the rung's own.
         reason: why there is no claim or no telling, or what probably makes it slower; else empty.
+        device: as `gain`, of the device's time for a step that is queued whole; None where one of them is not known.
     """
 
     over: str
     gain: Gain | None
     claim: Literal["faster", "slower", "no difference", "none"]
     reason: str
+    device: Gain | None = None
 
 
 @dataclass(frozen=True)
@@ -144,37 +149,42 @@ def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Compar
 def claim(this: RungResult, other: Measured, over: str, fused: Sequence[str], slower_when: str = "") -> Comparison:
     """What may be claimed of a rung that passed its gate over what was timed in the same rounds, called `over`."""
     gain = paired_gain(other.times, this.times)
+    on_device = None if not this.device_times or not other.device_times else (other.device_times, this.device_times)
+    device = None if on_device is None else paired_gain(*on_device)
 
-    def nothing(reason: str) -> Comparison:
-        return Comparison(over, gain, "none", reason)
+    def compared(claimed: Literal["faster", "slower", "no difference", "none"], reason: str) -> Comparison:
+        return Comparison(over, gain, claimed, reason, device)
 
     part = this.served_by_reference(fused)
     if part is not None:
         what = "was emulated" if part.implementation == "emulated" else "ran as its reference, not fused"
         why = f"the fused part {part.name} {what}: {part.reason}"
         if not gain.is_slower:
-            return nothing(why)
+            return compared("none", why)
         # What another rung brought is not this one's reason by itself.
-        cause = "" if part.name == this.rung.fused else _likely_cause(this, slower_when)
-        return Comparison(over, gain, "slower", f"{cause}; and {why}" if cause else why)
+        cause = "" if part.name == this.rung.fused else _likely_cause(this, slower_when, device)
+        return compared("slower", f"{cause}; and {why}" if cause else why)
     for name, result in ((over, other), (this.rung.name, this)):
         if result.doubling is not None and abs(result.doubling - 1) > DOUBLING_WITHIN:
-            return nothing(
+            return compared(
+                "none",
                 f"the timer's self-check failed for {name}: twice the steps took {2 * result.doubling:.2f} times as "
-                "long"
+                "long",
             )
     if gain.low is None:
-        return nothing("one round shows no spread; pass --rounds 3 or more")
+        return compared("none", "one round shows no spread; pass --rounds 3 or more")
     if gain.is_faster:
-        return Comparison(over, gain, "faster", "")
-    if not gain.is_slower:
-        scattered = gain.high is not None and gain.high > _SCATTER * gain.low
-        return Comparison(over, gain, "no difference", "the rounds scatter too widely" if scattered else "")
-    return Comparison(over, gain, "slower", _likely_cause(this, slower_when))
+        return compared("faster", "")
+    if gain.is_slower:
+        return compared("slower", _likely_cause(this, slower_when, device))
+    if this.is_launch_bound:
+        return compared("no difference", HELD_BY_HOST)
+    return compared("no difference", SCATTERED if gain.high is not None and gain.high > _SCATTER * gain.low else "")
 
 
-def _likely_cause(this: RungResult, slower_when: str) -> str:
-    causes = [slower_when] if slower_when else []
+def _likely_cause(this: RungResult, slower_when: str, device: Gain | None) -> str:
+    """What probably makes a rung slower: not what its kernels cost where the device needs less time for them."""
+    causes = [slower_when] if slower_when and not (this.is_launch_bound and device and device.is_faster) else []
     if this.is_launch_bound and this.device is not None and this.step is not None:
         causes.insert(
             0,

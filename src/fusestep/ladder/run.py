@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusestep.errors import UserError
 from fusestep.ladder import beside, environment, gate
 from fusestep.ladder.ceilings import Ceilings
 from fusestep.ladder.config import LadderConfig
@@ -47,7 +50,9 @@ def ladder(
         folder: where what is measured is kept as it comes (see `fusestep.ladder.journal`); nowhere by default.
         resume: go on with what the folder holds, of the same config on the same machine.
 
-    Raises: UserError for a config that cannot be, or that is not the one to go on with, before anything runs.
+    Raises: UserError for a config that cannot be, or that is not the one to go on with, before anything runs; and where
+        the first rung does not run or has no finite loss, as soon as that is known, with nothing kept: every other is
+        judged by it and compared with it.
     """
     planned = plan(config or LadderConfig(), rungs)
     here = environment.describe(torch.device(planned.device))
@@ -73,6 +78,8 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
                 jobs.skip(asked.request.task, name)
                 return None
             reply = jobs.ask(asked, text)
+            if reply.failed is not None and name == first and not results[name].rounds:
+                raise _without_first(journal, first, f"did not run: {reply.failed}")
             if reply.failed is not None:
                 results[name] = replace(results[name], failure=reply.failed, log=reply.log, rounds=())
             return reply
@@ -81,6 +88,10 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
             reply = ask_rung(asked, text)
             if reply is None:
                 return None
+            curve = [] if reply.done is None else reply.done["losses"]
+            wrong = next((step for step, loss in enumerate(curve, start=1) if not math.isfinite(loss)), None)
+            if wrong is not None and asked.key == f"gate: {first}":
+                raise _without_first(journal, first, f"has a loss that is not finite at step {wrong}")
             journal.keep({asked.key: reply})
             return reply.done
 
@@ -134,6 +145,7 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
             **plan.as_dict(),
             "order": orders,
             "tokens_per_step": plan.tokens,
+            "within_base": _within_base(plan, rungs),
             "gate_data": gate.DATA if plan.factory is None else "its own",
             "method": METHOD,
             **plan.formulas,
@@ -166,10 +178,25 @@ def _before(plan: Plan, rung: Rung, recipe: Recipe) -> RungResult:
     return RungResult(rung, recipe, plan.tokens, flops=flops, moved=moved, unchanged=unchanged, is_own=is_own)
 
 
+def _within_base(plan: Plan, rungs: Sequence[Rung]) -> list[str]:
+    """The rungs whose changes are in the first one that is measured, since rungs are cumulative."""
+    before = itertools.takewhile(lambda rung: rung.name != plan.rungs[0], rungs)
+    return [rung.name for rung in before if not rung.only_if_chosen][1:]
+
+
 def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
     """The order of a round, shuffled anew for each, so that none always comes first or after the same one."""
     generator = random.Random(seed)
     return [generator.sample(list(names), len(names)) for _ in range(rounds)]
+
+
+def _without_first(journal: Journal, first: str, why: str) -> UserError:
+    """The end of a ladder whose first rung leads nowhere; what the journal holds is worth nothing without it."""
+    journal.discard()
+    return UserError(
+        f"{first}, which all rungs are compared with, {why.rstrip('.')}; mend that, or compare with a later rung by "
+        "--base."
+    )
 
 
 def _is_asked(result: RungResult) -> bool:

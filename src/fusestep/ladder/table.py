@@ -11,6 +11,7 @@ from fusestep.ladder.results import ContenderResult, Ladder, RungResult
 from fusestep.ladder.words import (
     claim_in_words,
     counted,
+    device_in_words,
     model,
     native_of,
     numbers_of,
@@ -164,7 +165,7 @@ def _costs(result: RungResult | ContenderResult, *, on_gpu: bool) -> list[str]:
         f"{speed:,.0f}",
         "" if peak.headline is None else f"{peak.headline / 2**20:,.0f} MiB",
         f"{first:,.0f}",
-        *(["" if ms is None else f"{ms:.2f}" for ms in (result.host, result.device)] if on_gpu else []),
+        *(["" if result.host is None else f"{result.host:.2f}", device_in_words(result)] if on_gpu else []),
     ]
 
 

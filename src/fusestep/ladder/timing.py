@@ -29,6 +29,9 @@ PAIRS = 4
 #: A step that takes this long is told apart from its launches by fewer repeats.
 _LONG_MS = 100.0
 
+#: A step that is queued whole takes no longer than one in a loop, but for noise of this factor.
+_NOISE = 1.05
+
 #: How far t(2n) / 2·t(n) may be from 1 before the timer's figures are not believed.
 DOUBLING_WITHIN = 0.25
 
@@ -118,8 +121,9 @@ class Timing:
         host: median time to queue one step from an empty queue (a driver's queue that fills up makes it an upper
             bound); None on a CPU, where queuing is doing.
         device: median time that the device needs for one step which is queued whole before it starts, but no more than
-            `step` (a step that does not fit in a driver's queue starts before it is queued whole, and may then wait for
-            the host); None on a CPU.
+            `step`; None on a CPU.
+        is_bound: whether `device` is an upper bound and no more: a step that waits for the device itself, or does not
+            fit in a driver's queue, starts before it is queued whole, and the device may then wait for the host.
     """
 
     first_step: float
@@ -129,6 +133,7 @@ class Timing:
     steps: tuple[float, ...]
     host: float | None
     device: float | None
+    is_bound: bool = False
 
     @property
     def step(self) -> float:
@@ -196,9 +201,11 @@ def measure(
             step_times += [clock.elapsed_ms(a, b) for a, b in itertools.pairwise(marks)]
     after_windows()
 
-    host, device = _apart(step, clock, 5 if step_ms < _LONG_MS else 3)
+    host, device, is_whole = _apart(step, clock, 5 if step_ms < _LONG_MS else 3)
     timing = Timing(first_step, taken + warmup_steps, stable, tuple(windows), tuple(step_times), host, device)
-    return timing if device is None or device <= timing.step else replace(timing, device=timing.step)
+    if device is None:
+        return timing
+    return replace(timing, device=min(device, timing.step), is_bound=not is_whole or device > _NOISE * timing.step)
 
 
 def steps_in_windows(steps: int) -> int:
@@ -226,12 +233,15 @@ def _warm_up(window: Callable[[int], tuple[float, list[Any]]], least_ms: float) 
             return count * _WARMUP_WINDOW, agree, max(ms / _WARMUP_WINDOW, 1e-6)
 
 
-def _apart(step: Callable[[], object], clock: Clock, repeats: int) -> tuple[float | None, float | None]:
-    """The host's and the device's time for one step, each without the other; None for both on a CPU."""
+def _apart(step: Callable[[], object], clock: Clock, repeats: int) -> tuple[float | None, float | None, bool]:
+    """The host's and the device's time for one step, each without the other; None for both on a CPU.
+
+    Returns: both, and whether the device's is of steps that were queued whole.
+    """
     clock.synchronize()
     if not clock.hold(0.0):
-        return None, None
-    host, device = [], []
+        return None, None, False
+    host, device, whole = [], [], []
     for _ in range(repeats):
         clock.synchronize()
         start = clock.now()
@@ -240,10 +250,15 @@ def _apart(step: Callable[[], object], clock: Clock, repeats: int) -> tuple[floa
     for _ in range(repeats):
         clock.synchronize()
         # The device waits while the host queues the step, so it never waits for the host inside it.
-        clock.hold(2 * statistics.median(host) + 1)
+        held_ms = 2 * statistics.median(host) + 1
+        start = clock.now()
+        clock.hold(held_ms)
         start_mark = clock.mark()
         step()
         end_mark = clock.mark()
+        queued_ms = (clock.now() - start) * 1e3
         clock.synchronize()
         device.append(clock.elapsed_ms(start_mark, end_mark))
-    return statistics.median(host), statistics.median(device)
+        if queued_ms < held_ms:
+            whole.append(device[-1])
+    return statistics.median(host), statistics.median(whole or device), bool(whole)

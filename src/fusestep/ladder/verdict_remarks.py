@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusestep.ladder.findings import MEMORY_DIFFERS, share_in_words
 from fusestep.ladder.results import Ladder, RungResult
 from fusestep.ladder.statistics import paired_gain
 from fusestep.ladder.words import counted, gain_in_words, native_of, peers_of
 
-#: Times of the device closer than this are no difference.
-_DEVICE_DIFFERS = 0.02
 
-#: Peaks closer than this are the allocator's rounding.
-MEMORY_DIFFERS = 0.05
+def remarks(
+    ladder: Ladder, best: RungResult | None, costly: Sequence[RungResult], by_device: Sequence[str]
+) -> tuple[str, ...]:
+    """The sentences.
 
-
-def remarks(ladder: Ladder, best: RungResult | None) -> tuple[str, ...]:
+    Args:
+        costly: rungs before the best that are to be left off for the time that they take.
+        by_device: names of rungs that were decided by the device's time.
+    """
     first = ladder.rungs[0]
     measured = [r for r in ladder.rungs if r.rounds]
     lines: list[str] = []
@@ -24,7 +27,7 @@ def remarks(ladder: Ladder, best: RungResult | None) -> tuple[str, ...]:
         lines += _host_or_device(shown, measured) + _rate(shown, ladder)
         lines += _beside_native(shown) + _beside_bf16(shown, ladder) + _beside_peers(shown, ladder)
     if best is not None:
-        lines += _inside(best, ladder.rungs) + _memory(best, first, measured)
+        lines += _inside(best, costly, ladder.rungs) + _by_device(best, by_device) + _memory(best, first, measured)
     lines += _gate(ladder)
     drifting = [r.rung.name for r in measured if r in (first, best) and any(not x.timing.stable for x in r.rounds)]
     if drifting:
@@ -41,8 +44,16 @@ def _host_or_device(shown: RungResult, measured: Sequence[RungResult]) -> list[s
     if shown.device is None or shown.step is None:
         return []
     name, busy = shown.rung.name, f"the device is busy {shown.device:.2f} of {shown.step.median:.2f} ms of a step"
-    if not shown.is_launch_bound:
+    if shown.is_idle is None:
+        return []
+    if not shown.is_idle:
         return [f"{name} is not launch-bound: {busy}, so only faster kernels or less work make it faster."]
+    if not shown.is_launch_bound:
+        return [
+            f"{name} is not launch-bound: the host queues a step in {shown.host:.2f} ms, and the device needs "
+            f"{shown.device:.2f} for one by itself. A step in a loop takes {shown.step.median:.2f}; clocks that fall "
+            "under load, or other work on the machine, may be the rest."
+        ]
     graphed = [r for r in measured if r.recipe.graph]
     mend = (
         "a larger batch, or longer sequences, would use the rest"
@@ -104,24 +115,27 @@ def _beside_peers(shown: RungResult, ladder: Ladder) -> list[str]:
     ]
 
 
-def _inside(best: RungResult, rungs: Sequence[RungResult]) -> list[str]:
+def _inside(best: RungResult, costly: Sequence[RungResult], rungs: Sequence[RungResult]) -> list[str]:
     """Rungs that cost and are in the best one's figure all the same, since rungs are cumulative."""
-    before = rungs[1 : rungs.index(best)]
-    costly = [
-        r
-        for r in before
-        if r.over_previous is not None
-        and r.over_previous.claim == "slower"
-        and not (best.recipe.graph and is_held_up(r, previous_of(rungs, rungs.index(r))))
+    if not costly:
+        return []
+    names = listed([r.rung.name for r in costly])
+    removable = [r for r in costly if r.rung.only_if_chosen]
+    left = ",".join(r.rung.name for r in rungs if r not in removable)
+    mend = f"; --rungs {left} measures it without {listed([r.rung.name for r in removable])}" if removable else ""
+    return [f"{names} slowed it down and {_is(costly)} in the figure of {best.rung.name} all the same{mend}."]
+
+
+def _by_device(best: RungResult, names: Sequence[str]) -> list[str]:
+    """What stands behind a decision by the device's time, and what does not."""
+    if not names:
+        return []
+    they, adds = ("them", "each of them adds") if len(names) > 1 else ("it", "it adds")
+    return [
+        f"{listed(names)} {_is(names)} judged by the device's time, which is not wall time: that of a step which is "
+        f"queued whole before it starts, taken in the same rounds. {best.rung.name}, with {they} in its figure, takes "
+        f"the launches from the host; what {adds} to its wall time was not measured by itself."
     ]
-    lines = []
-    if costly:
-        names = listed([r.rung.name for r in costly])
-        removable = [r for r in costly if r.rung.only_if_chosen]
-        left = ",".join(r.rung.name for r in rungs if r not in removable)
-        mend = f"; --rungs {left} measures it without {listed([r.rung.name for r in removable])}" if removable else ""
-        lines.append(f"{names} slowed it down and {_is(costly)} in the figure of {best.rung.name} all the same{mend}.")
-    return lines
 
 
 def _is(several: Sequence[object]) -> str:
@@ -145,8 +159,6 @@ def _memory(best: RungResult, first: RungResult, measured: Sequence[RungResult])
 
 def _gate(ladder: Ladder) -> list[str]:
     judged = [(r.rung.name, r.verdict) for r in ladder.rungs if r.verdict is not None]
-    if judged and judged[0][0] == ladder.rungs[0].rung.name and not judged[0][1].passed:
-        return ["The correctness gate compares with the first rung's losses, so nothing was judged."]
     failed = [name for name, verdict in judged if not verdict.passed]
     if failed:
         return [f"The correctness gate was failed by {listed(failed)}; a speed with other losses is no gain."]
@@ -159,16 +171,6 @@ def _gate(ladder: Ladder) -> list[str]:
         f"the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
         "training may tell more."
     ]
-
-
-def is_held_up(result: RungResult, previous: RungResult) -> bool:
-    """Whether a rung is less work for the device, and slower only since the host cannot launch it fast enough."""
-    here, there = result.device, previous.device
-    return bool(result.is_launch_bound and here and there and here < (1 - _DEVICE_DIFFERS) * there)
-
-
-def share_in_words(ratio: float) -> str:
-    return f"{abs(ratio - 1):.0%} {'lower' if ratio < 1 else 'higher'}"
 
 
 def listed(names: Sequence[str]) -> str:

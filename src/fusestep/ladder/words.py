@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fusestep.ladder.contenders import NATIVE_OF
-from fusestep.ladder.results import Comparison, ContenderResult, Ladder, RungResult
+from fusestep.ladder.measured import Measured
+from fusestep.ladder.results import SCATTERED, Comparison, ContenderResult, Ladder, RungResult
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.statistics import CONFIDENCE, Gain
 
@@ -65,6 +66,13 @@ def gain_in_words(gain: Gain) -> str:
     return f"{gain.ratio:.2f}×{interval}"
 
 
+def device_in_words(result: Measured) -> str:
+    """The device's time for a step, in ms, for a cell; "≤" where it is an upper bound and no more."""
+    if result.device is None:
+        return ""
+    return f"{'≤' if result.is_device_bound else ''}{result.device:.2f}"
+
+
 def native_of(result: RungResult) -> Comparison | None:
     """The comparison of a rung with the best of native PyTorch in its precision; None where that was not asked for."""
     return result.beside.get(NATIVE_OF[result.recipe.precision])
@@ -90,6 +98,21 @@ def status_of(contender: ContenderResult) -> str:
     if contender.check is not None and not contender.check.passed:
         return f"trains otherwise: {contender.check.reason}"
     return "measured" if contender.rounds else "not measured"
+
+
+def ways_in_words(recipe: Recipe) -> str:
+    """How the steps of a contender run, where that is not one launch at a time."""
+    ways = {"graph": "the whole step in one graph", "compiled": "torch.compile"}
+    return " and ".join(words for name, words in ways.items() if getattr(recipe, name))
+
+
+def summary_of(contender: ContenderResult) -> str:
+    """What a contender is, and how it was measured where its best attempt did not run."""
+    first, measured = contender.contender.attempts[0], contender.recipe
+    if measured == first or not contender.rounds:
+        return contender.contender.summary
+    how = f"with {ways_in_words(measured)}" if ways_in_words(measured) else "one launch at a time"
+    return f"{contender.contender.summary}; measured {how}, since better did not run"
 
 
 def numbers_of(recipe: Recipe) -> str:
@@ -149,12 +172,10 @@ def remarks_of(ladder: Ladder) -> list[str]:
                     name,
                 )
             elif comparison.claim == "no difference":
-                why = f"; {comparison.reason}, so raise --rounds on a machine that is otherwise idle"
-                remark(
-                    f"no difference from {comparison.over} that these rounds can tell"
-                    + (why if comparison.reason else ""),
-                    name,
-                )
+                why = f"; {comparison.reason}" if comparison.reason else ""
+                if comparison.reason == SCATTERED:
+                    why += ", so raise --rounds on a machine that is otherwise idle"
+                remark(f"no difference from {comparison.over} in wall time that these rounds can tell{why}", name)
         if result.saturation is not None:
             worst = result.saturation
             remark(
@@ -164,8 +185,8 @@ def remarks_of(ladder: Ladder) -> list[str]:
             )
         if result.is_launch_bound:
             remark(
-                f"launch-bound: the device is busy {result.device:.2f} ms of a step, the host queues it in "
-                f"{result.host:.2f} ms",
+                f"launch-bound: the host takes {result.host:.2f} ms to queue a step for which the device needs "
+                f"{result.device:.2f}",
                 name,
             )
         if any(not r.timing.stable for r in result.rounds):
@@ -186,7 +207,7 @@ def remarks_of(ladder: Ladder) -> list[str]:
     lines += ladder.notes
     baseline = next((r.optimizer for r in ladder.rungs[0].rounds), None)
     lines.append(
-        (f"{ladder.rungs[0].rung.name} is {baseline}; " if baseline else "")
+        (f"{ladder.rungs[0].rung.name}'s optimizer is {baseline}; " if baseline else "")
         + "FP32 is full FP32, TF32 is off. × is times faster, with its "
         f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step"
         + (", with others made ready beside it on this host." if ladder.environment["gpu"] is not None else ".")
