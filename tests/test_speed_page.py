@@ -188,7 +188,7 @@ def test_the_chart_is_of_the_newest_results() -> None:
 
 
 def test_a_ladder_shows_what_stands_beside_its_rungs() -> None:
-    ladder = next(result for result in RESULTS if "rungs" in result)
+    ladder = {**next(result for result in RESULTS if "rungs" in result), "contenders": []}
     beside = [
         {"name": "native-amp", "step_ms": 4.25, "peak_bytes": 3 * 2**20},
         {"name": "te-fp8", "step_ms": None, "peak_bytes": None},
