@@ -190,11 +190,29 @@ def test_the_chart_is_of_the_newest_results() -> None:
 def test_a_ladder_shows_what_stands_beside_its_rungs() -> None:
     ladder = {**next(result for result in RESULTS if "rungs" in result), "contenders": []}
     beside = [
-        {"name": "native-amp", "step_ms": 4.25, "peak_bytes": 3 * 2**20},
-        {"name": "te-fp8", "step_ms": None, "peak_bytes": None},
+        {"name": "native-amp", "step_ms": 4.25, "device_ms": 4.1, "peak_bytes": 3 * 2**20},
+        {"name": "te-fp8", "step_ms": None, "device_ms": None, "peak_bytes": None},
+        {"name": "liger", "step_ms": 9.5, "device_ms": 9.5, "device_is_upper_bound": True, "peak_bytes": 2**31},
     ]
     text = figures.ladder({**ladder, "contenders": beside})
-    assert text == f"{figures.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 3 MiB |  |  |"
+    assert text == (
+        f"{figures.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 4.10 ms | 3 MiB |  |  |\n"
+        "| beside: liger | 9.50 ms | ≤ 9.50 ms | 2,048 MiB |  |  |"
+    )
+
+
+def test_a_ladder_has_a_row_for_each_of_its_rungs() -> None:
+    """With the device's time beside the wall's, and a rung that did not run among them."""
+    ladder = next(result for result in RESULTS if "rungs" in result)
+    gone = {**ladder["rungs"][-1], "name": "gone", "step_ms": None}
+    lines = figures.ladder({**ladder, "rungs": [*ladder["rungs"], gone]}).splitlines()[4:]
+    for rung, line in zip(ladder["rungs"], lines, strict=False):
+        name, step, device, peak, gain, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        assert (name, step) == (f"`{rung['name']}`", f"{rung['step_ms']:.2f} ms")
+        assert device == f"{rung['device_ms']:.2f} ms"
+        assert int(peak.removesuffix(" MiB").replace(",", "")) == round(rung["peak_bytes"] / 2**20)
+        assert gain.startswith("" if rung["gain_over_first"] is None else f"{rung['gain_over_first']:.2f}× (")
+    assert lines[len(ladder["rungs"])] == "| `gone` | did not run |  |  |  |  |"
 
 
 def test_rows_without_a_target_owe_a_reason_where_they_are_worse_than_they_should_be() -> None:

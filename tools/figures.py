@@ -132,37 +132,45 @@ def learning(result: dict[str, Any]) -> str:
 
 
 def ladder(result: dict[str, Any]) -> str:
-    """A row for each rung, its gain with the confidence interval, and for what was measured beside them."""
+    """A row for each rung, its gain with the confidence interval, and for what was measured beside them.
+
+    A step's wall time is the host's where it launches more slowly than the device runs, so the device's stands beside.
+    """
     plan = result["plan"]
     first = result["rungs"][0]["name"]
     rows = []
     for rung in result["rungs"]:
         if rung["step_ms"] is None:
-            rows.append([rung["name"], "did not run", "", "", ""])
+            rows.append([f"`{rung['name']}`", "did not run", "", "", "", ""])
             continue
         gain, low, high = (rung[f"gain_over_first{end}"] for end in ("", "_low", "_high"))
         claim = "" if gain is None else f"{gain:.2f}×" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
         deviation = "" if rung["loss_deviation"] is None else f"{rung['loss_deviation']:.3%}"
-        rows.append(
-            [
-                f"`{rung['name']}`",
-                f"{rung['step_ms']:.2f} ms",
-                f"{rung['peak_bytes'] / 2**20:,.0f} MiB",
-                claim,
-                deviation,
-            ]
-        )
+        rows.append([f"`{rung['name']}`", *_costs(rung), claim, deviation])
     # Beside the rungs, and none of them: native PyTorch and other libraries.
-    for other in result.get("contenders", ()):
-        if other["step_ms"] is not None:
-            memory = f"{other['peak_bytes'] / 2**20:,.0f} MiB"
-            rows.append([f"beside: {other['name']}", f"{other['step_ms']:.2f} ms", memory, "", ""])
+    others = [other for other in result.get("contenders", ()) if other["step_ms"] is not None]
+    rows += [[f"beside: {other['name']}", *_costs(other), "", ""] for other in others]
     model = plan["model"]
     heading = (
         f"`fusestep ladder --preset {plan['preset']}`: {plan['parameters'] / 1e6:.0f} M parameters, "
         f"{model['layers']} layers × {model['width']}, {plan['batch']} sequences of {model['context']}\n\n"
     )
-    return heading + table(["rung (cumulative)", "step", "peak memory", f"over {first}", "loss off by"], rows)
+    return heading + table(
+        ["rung (cumulative)", "step", "of it the device", "peak memory", f"over {first}", "loss off by"], rows
+    )
+
+
+def _costs(measured: dict[str, Any]) -> list[str]:
+    """Wall time and the device's time of a step, and the peak of memory."""
+    device = measured["device_ms"]
+    # Of a step that waits for the device itself no more is known; older results have the wall's time there.
+    is_bound = measured.get("device_is_upper_bound", device == measured["step_ms"])
+    bound = "≤ " if is_bound else ""
+    return [
+        f"{measured['step_ms']:.2f} ms",
+        "" if device is None else f"{bound}{device:.2f} ms",
+        f"{measured['peak_bytes'] / 2**20:,.0f} MiB",
+    ]
 
 
 def loss(result: dict[str, Any]) -> str:
