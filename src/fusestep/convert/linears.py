@@ -27,6 +27,7 @@ from fusestep.fp8.recipes import Recipe
 from fusestep.nn import Linear
 from fusestep.nn.fp8_module import GRAPH_BREAK, FP8Module
 from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
+from fusestep.nn.module_state import StatefulModule
 
 #: How far FP8 may be from the model's dtype: E5M2 keeps two bits of a gradient's mantissa.
 FP8_TOLERANCE = 0.15
@@ -59,7 +60,7 @@ class FP8Linear(Linear, Kind):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Without the scales: the old model's state dict has none, and the first step finds them in the tensors.
-        super(FP8Module, self)._save_to_state_dict(destination, prefix, keep_vars)
+        super(StatefulModule, self)._save_to_state_dict(destination, prefix, keep_vars)
 
 
 class FP8Conv1D(FP8Linear):
