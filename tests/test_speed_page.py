@@ -96,10 +96,6 @@ def test_a_share_of_the_floor_is_more_when_it_is_better() -> None:
 
 
 def test_like_is_compared_with_like_where_others_are_timed_in_another_way() -> None:
-    def loss(implementation: str, by_graph: float, by_events: float) -> dict[str, Any]:
-        shape = {"tokens": 8192, "width": 768, "vocabulary": 50304, "implementation": implementation}
-        return shape | {"device_ms": by_graph, "event_ms": by_events, "products_ms": 2.5}
-
     row = judged(
         "loss/50304/time", loss("fusestep", 3.0, 3.4), loss("torch.compile", 3.2, 3.9), loss("quack", 3.3, 3.3)
     )
@@ -107,6 +103,28 @@ def test_like_is_compared_with_like_where_others_are_timed_in_another_way() -> N
     assert "quack 3.30 ms, by events; ours 3.40 ms" in speed.cells(row)
     behind = judged("loss/50304/time", loss("fusestep", 3.0, 3.6), loss("quack", 2.9, 3.3))
     assert behind.verdict == "missed: 9.1% behind quack"
+
+
+def loss(implementation: str, by_graph: float, by_events: float, gigabytes: float = 0.2) -> dict[str, Any]:
+    shape = {"tokens": 8192, "width": 768, "vocabulary": 50304, "implementation": implementation}
+    return shape | {"device_ms": by_graph, "event_ms": by_events, "products_ms": 2.5, "extra_bytes": gigabytes * 1e9}
+
+
+def test_of_the_ways_of_a_loss_the_fastest_within_the_memory_is_claimed_by_its_name() -> None:
+    rows = [
+        loss("fusestep", 3.2, 3.3, 0.28),
+        loss("fusestep, sums in bf16", 3.1, 3.2, 0.21),
+        loss("fusestep, sums in bf16, larger chunks", 3.0, 3.1, 0.299),
+        loss("quack", 2.0, 3.1, 0.5),
+    ]
+    time, memory = judged("loss/50304/time", *rows), judged("loss/50304/memory", *rows)
+    assert speed.cells(time)[4] == "3.00 ms, sums in bf16, larger chunks"
+    assert speed.cells(memory)[4] == "0.30 GB, sums in bf16, larger chunks"
+    rows[2]["extra_bytes"] = 0.31e9
+    assert speed.cells(judged("loss/50304/time", *rows))[4] == "3.10 ms, sums in bf16"
+    assert speed.cells(judged("loss/50304/time", rows[0], rows[2]))[4] == "3.20 ms, sums in fp32"
+    beyond = judged("loss/50304/memory", rows[2])
+    assert beyond.verdict == "missed: by 3.3%"
 
 
 def step(configuration: str, ms: float, peak: float, **more: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Row:
     """A target and what came of it: `ours` is None where nothing was measured.
 
     `rival` is the best of the others in the same run, by name and figure, and `beside_rival` what ours is compared with
-    it by; `missed` says what was not reached.
+    it by; `missed` says what was not reached, `variant` which way of ours it is.
     """
 
     target: Target
@@ -50,6 +50,7 @@ class Row:
     rival: tuple[str, float] | None = None
     beside_rival: float | None = None
     missed: str | None = None
+    variant: str | None = None
 
     @property
     def verdict(self) -> str:
@@ -83,7 +84,10 @@ def judged(target: Target, results: dict[str, Data]) -> Row:
     beside_rival = compared(row)
     rival = best(others, key=lambda pair: pair[1]) if others and beside_rival is not None else None
     floor = None if target.floor is None else target.floor(row)
-    return Row(target, ours, floor, rival, beside_rival, _missed(target, ours, rival, beside_rival))
+    missed = _missed(target, ours, rival, beside_rival)
+    return Row(
+        target, ours, floor, rival, beside_rival, missed, None if target.variant is None else target.variant(row)
+    )
 
 
 def _missed(target: Target, ours: float, rival: tuple[str, float] | None, beside_rival: float | None) -> str | None:
@@ -114,6 +118,17 @@ def derived(rows: list[Data]) -> list[Data]:
         ]
         if ours:
             _claimed(ours)["is_claimed"] = True
+    for vocabulary, memory in targets.LOSS_MEMORY.items():
+        ours = [
+            row
+            for row in made
+            if row.get("vocabulary") == vocabulary
+            and str(row["implementation"]).startswith("fusestep")
+            and "failed" not in row
+        ]
+        if ours:
+            fitting = [row for row in ours if row["extra_bytes"] <= memory * 1e9]
+            min(fitting or ours, key=lambda row: row["device_ms"])["is_claimed"] = True
     for row in made:
         if "axis" not in row:
             continue
@@ -149,7 +164,7 @@ def cells(row: Row) -> list[str]:
         "" if row.floor is None else target.show(row.floor),
         target.quoted,
         _beside(row),
-        "" if row.ours is None else target.show(row.ours),
+        "" if row.ours is None else ", ".join(filter(None, (target.show(row.ours), row.variant))),
         "≤ the best other" if target.bound_is_rival else f"{'≤' if target.better == 'less' else '≥'} {goal}",
         row.verdict,
     ]
