@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusestep.errors import UserError
@@ -29,7 +31,7 @@ def built_model(who: str, name: str) -> nn.Module:
     # What the ladder takes, a model with its batches and its loss, has the model in it.
     model = made if isinstance(made, nn.Module) else getattr(made, "model", None)
     if not isinstance(model, nn.Module):
-        raise UserError(f"{who}: {name}() gives a {type(made).__name__}; let it return a torch.nn.Module.")
+        raise UserError(f"{who}: {name}() gives {type(made).__name__}; let it return a torch.nn.Module.")
     return model
 
 
@@ -47,6 +49,12 @@ def built(who: str, name: str) -> Any:
     module_name, colon, attributes = name.partition(":")
     if not (module_name and colon and attributes):
         raise UserError(f"{who}: {name!r} names no factory; pass module:function, as in pkg.mod:factory.")
+    path = Path(module_name)
+    if path.name != module_name or path.suffix == ".py":
+        raise UserError(
+            f"{who}: {module_name} is the path of a file; pass the module's name, {path.stem}:{attributes}, from the "
+            "folder that it is in."
+        )
     if os.getcwd() not in sys.path:  # noqa: PTH109 (sys.path holds strings)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     found: Any = guarded(f"{who}: {module_name} cannot be imported", lambda: importlib.import_module(module_name))
@@ -57,7 +65,9 @@ def built(who: str, name: str) -> Any:
             )
         found = getattr(found, attribute)
     if not callable(found):
-        raise UserError(f"{who}: {name} is a {type(found).__name__}; pass the name of a function that makes a model.")
+        raise UserError(
+            f"{who}: {name} is of type {type(found).__name__}; pass the name of a function that makes a model."
+        )
     from torch import nn
 
     return found if isinstance(found, nn.Module) else guarded(f"{who}: {name}() fails", found)
@@ -75,7 +85,19 @@ def guarded(what: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if ran_out(error):
             raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if place.filename == __file__ else f", at {place.filename}:{place.lineno}"
         message = str(error).partition("\n")[0]
-        raise UserError(f"{what} ({type(error).__name__}: {message}{where}); correct it, or name another.") from error
+        said = f"{type(error).__name__}: {message}{_place_of(error)}"
+        raise UserError(f"{what} ({said}); correct it, or name another.") from error
+
+
+def _place_of(error: Exception) -> str:
+    """Where the user's code was when an error came; nothing where it was not under way.
+
+    What libraries, Python's own among them, did for it is not theirs to mend.
+    """
+    paths = sysconfig.get_paths()
+    others = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f", at {frame.filename}:{frame.lineno}"
+    return ""

@@ -33,6 +33,8 @@ def none():
     return 7
 def hungry(size):
     return nn.Linear(size, size)
+def deep():
+    return nn.Linear(-1, 3)
 """
 
 
@@ -90,13 +92,17 @@ def test_a_factory_may_be_a_method_or_the_model_itself(capsys: pytest.CaptureFix
         (("my_models:",), "names no factory"),
         (("no_such_module_of_mine:f",), "no_such_module_of_mine cannot be imported (ModuleNotFoundError"),
         (("my_broken:f",), "my_broken.py:2); correct it, or name another."),
+        (("my_models.py:factory",), "is the path of a file; pass the module's name, my_models:factory,"),
+        (("./my_models:factory",), "is the path of a file; pass the module's name, my_models:factory,"),
+        (("my_models:deep",), f"my_models.py:{MODEL[: MODEL.index('nn.Linear(-1')].count(chr(10)) + 1}); correct it"),
         (("my_models:absent",), "my_models has no absent; pass the name of a function"),
-        (("my_models:number",), "is a int; pass the name of a function"),
+        (("my_models:number",), "is of type int; pass the name of a function"),
         (("my_models:broken",), "fails (RuntimeError: no weights, at "),
-        (("my_models:none",), "gives a int; let it return a torch.nn.Module."),
+        (("my_models:none",), "gives int; let it return a torch.nn.Module."),
         (("my_models:hungry",), "missing 1 required positional argument: 'size'"),
         (("my_models:factory", "--fp8", "int8"), "--fp8 is 'int8'; choose one of delayed, current, block, mxfp8."),
         (("my_models:factory", "--fp8-keep-blocks", "-1", "0"), "fp8_keep_blocks is (-1, 0)"),
+        (("my_models:factory", "--fp8-skip", "2"), "but fp8 is None; pass fp8 too"),
     ],
 )
 def test_what_leads_to_no_model_is_one_sentence(
@@ -108,3 +114,4 @@ def test_what_leads_to_no_model_is_one_sentence(
     assert err.startswith("fusestep convert: ")
     assert err.count("\n") == 1
     assert words in err
+    assert "<frozen" not in err

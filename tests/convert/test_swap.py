@@ -479,6 +479,8 @@ def test_activation_checkpointing_and_no_grad(decoder: nn.Module) -> None:
         ({"fp8_skip": [3]}, r"fp8_skip is \[3\]"),
         ({"fp8": "delayed"}, "fp8 is 'delayed'; pass a recipe such as"),
         ({"fp8_keep_blocks": 2}, "fp8_keep_blocks is 2; pass how many"),
+        ({"fp8_keep_blocks": (0, 1)}, "but fp8 is None; pass fp8 too"),
+        ({"fp8_skip": ["0"]}, "but fp8 is None; pass fp8 too"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -> None:

@@ -34,6 +34,11 @@ def run(
         if isinstance(value, str) or not all(isinstance(one, str) for one in value):
             raise UserError(f"convert: {what} is {value!r}; pass a list of patterns such as ['*.layers.0.*'].")
     check_arguments(fp8, fp8_keep_blocks)
+    if fp8 is None and (fp8_skip or any(fp8_keep_blocks)):
+        raise UserError(
+            "convert: fp8_skip and fp8_keep_blocks name linear layers that FP8 leaves, but fp8 is None; pass fp8 too, "
+            "or leave them out."
+        )
     asked = [] if fp8 is None else fp8_patterns(model, fp8, fp8_skip, fp8_keep_blocks)
     patterns = known_patterns([*asked, *(causal_loss.PATTERNS if fused_loss else ())])
     walk = _Walk(model, skip)
