@@ -80,3 +80,13 @@ def test_a_wrong_op_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(examine, "load_catalogue", lambda: {"bad": bad})
     assert doctor() == 1
     assert "WRONG RESULTS: bad on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [("--device", "cpu"), ("--timeout", "30")])
+def test_options_of_several_ranks_are_refused_for_one_machine(
+    capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+) -> None:
+    assert doctor(*option) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "fusestep doctor: --device and --timeout are of --distributed; pass it too, or leave them out.\n"

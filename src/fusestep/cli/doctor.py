@@ -21,10 +21,15 @@ def command(
     distributed: Annotated[
         bool, typer.Option("--distributed", help="Under torchrun: prove that all ranks reach each other, and how fast.")
     ] = False,
-    device: Annotated[str, typer.Option(help="With --distributed: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="With --distributed: auto, cpu or cuda.", show_default="auto")
+    ] = None,
     timeout: Annotated[
-        float, typer.Option(help="With --distributed: seconds that no rank may be slow or silent; then one is named.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            help="With --distributed: seconds that no rank may be slow or silent; then one is named.", show_default="60"
+        ),
+    ] = None,
 ) -> None:
     """Show what this machine can do, and prove it.
 
@@ -40,8 +45,10 @@ def command(
     if distributed:
         if require:
             raise UserError("--require and --distributed ask for different things; run fusestep doctor twice.")
-        _prove_ranks(device, timeout, as_json)
+        _prove_ranks("auto" if device is None else device, 60.0 if timeout is None else timeout, as_json)
         return
+    if device is not None or timeout is not None:
+        raise UserError("--device and --timeout are of --distributed; pass it too, or leave them out.")
     required = [name for name in (part.strip() for part in require.split(",")) if name]
     known = requirement_names()
     for name in required:
