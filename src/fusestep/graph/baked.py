@@ -1,23 +1,26 @@
 """What graphs of a step hold of its model and optimizer, as it was when they were captured.
 
-All of it is compared before each replay, at the host's expense: identity where that tells all, as it mostly does.
+All of it is compared before each replay, at the host's expense: identity where that tells all, as it mostly does. There
+are thousands of objects to look at in a model of many layers, so that those of a kind are read and compared without a
+line of Python for each.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fusestep.distributed.groups import any_dtensor, local_of
 from fusestep.fp8.held import Copies, Part, part_of, revision
 from fusestep.fp8.settled import Versions, holding, unwritten, versions
 from fusestep.fp8.state import Slots
+from fusestep.graph.attributes import Attributes
 from fusestep.nn.fp8_module import FP8Module
 
 if TYPE_CHECKING:
@@ -26,22 +29,21 @@ if TYPE_CHECKING:
 #: Copies of weights in FP8 or in 16 bits, by the weight.
 Held = dict[nn.Parameter, Part[Copies]]
 
-#: Types of the attributes of modules that are compared.
-PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
+# What a module has of other modules, of tensors, and of hooks.
+_children = attrgetter("_modules")
+_tensors = attrgetter("_parameters", "_buffers")
+_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TENSOR_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+_members = itemgetter("params")
+_values = methodcaller("values")
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
-class _Attributes(NamedTuple):
-    """Plain attributes of a module: their names, what reads them all at once, what it read, and how many attributes
-    of any kind there were, which is quick to compare: a new one may hide that of the class.
-    """
-
-    names: tuple[str, ...]
-    read: itemgetter[Any]
-    values: tuple[Any, ...]
-    size: int
+#: Behind what is compared, so that of two neither is the beginning of the other.
+_END = (object(),)
 
 
 class Baked:
@@ -49,9 +51,7 @@ class Baked:
 
     def __init__(self, step: TrainStep) -> None:
         self._owner = weakref.ref(step)  # a cycle would keep the graphs' memory until Python looks for cycles
-        #: Names of attributes that modules write themselves as they run, such as counts; replays, which run no Python,
-        #: leave them as they are.
-        self._written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._attributes = Attributes()
         self.forget()
 
     @property
@@ -67,7 +67,8 @@ class Baked:
         self._casting: list[FP8Module] = []
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[Tensor] = []
-        self._attributes: list[_Attributes] = []
+        self._attributes.remember(())
+        self._are_sharded = False
         self._objects: list[list[Any]] = []
         self._values: list[Any] = []
         self._options: list[dict[str, Any]] = []
@@ -87,8 +88,9 @@ class Baked:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._buffers = list(model.buffers())
         self._casting = [module for module in self._modules if isinstance(module, FP8Module)]
-        self._attributes = [self._attributes_of(module) for module in self._modules]
-        self._objects = [objects for _, objects in self._found_objects()]
+        self._attributes.remember(self._modules)
+        self._are_sharded = any_dtensor(self._parameters)
+        self._objects = [[*found, *_END] for _, found in self._found_objects()]
         self._values = [values for _, values in self._found_values()]
         self._options = self._found_options()
         self._copies, self._revision = self._found_copies(), revision()
@@ -97,27 +99,11 @@ class Baked:
         """What changed that graphs hold, in words; None for nothing, or where nothing is remembered."""
         if not self._is_held:
             return None
-        for (what, found), known in zip(self._found_objects(), self._objects, strict=True):
-            if len(found) != len(known) or not all(map(is_, found, known)):
+        for (what, found), objects in zip(self._found_objects(), self._objects, strict=True):
+            if not all(map(is_, chain(found, _END), objects)):
                 return what
-        for number, module in enumerate(self._modules):
-            names, read, values, size = self._attributes[number]
-            if len(module.__dict__) != size:
-                new = sorted(set(self._attributes_of(module).names).difference(names))
-                if new:
-                    return f"the attribute {new[0]!r} of {type(module).__name__}"
-                self._attributes[number] = self._attributes[number]._replace(size=len(module.__dict__))
-            if not names:
-                continue
-            try:
-                found_values = read(module.__dict__)
-            except KeyError as error:
-                return f"the attribute {error} of {type(module).__name__}"
-            if not all(map(is_, found_values, values)):
-                for name, now, before in zip(names, found_values, values, strict=True):
-                    # What was a plain value may be a tensor now, of which "equal" would wait, or raise.
-                    if now is not before and (type(now) not in PLAIN or now != before):
-                        return f"the attribute {name!r} of {type(module).__name__}"
+        if (what_attribute := self._attributes.changed()) is not None:
+            return what_attribute
         for (what, found), known in zip(self._found_values(), self._values, strict=True):
             if found != known:
                 return what
@@ -134,19 +120,9 @@ class Baked:
             self._revision = revision()
         return "a scale of FP8, which is gone" if self._has_lost_a_scale() else None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Around a run of the step's Python: what modules write in their plain attributes meanwhile is their own."""
-        before = [(module, _plain(module)) for module in self._step.model.modules()]
-        try:
-            yield
-        finally:
-            for module, values in before:
-                found = _plain(module)
-                written = {name for name in found if name in values and found[name] != values[name]}
-                if written:
-                    self._written.setdefault(module, set()).update(written)
-            self._attributes = [self._attributes_of(module) for module in self._modules]
+        return self._attributes.running(self._step.model.modules())
 
     def current_copies(self) -> Held:
         """The copies of weights that a capture of now would read."""
@@ -175,7 +151,7 @@ class Baked:
 
     def _has_lost_a_scale(self) -> bool:
         """Whether a slot that graphs rely on has no scale any more. The host waits where somebody wrote in a table."""
-        if len(unwritten(self._tables)) == len(self._tables):
+        if list(map(_version, self._tables)) == list(self._tables.values()):
             return False
         self._tables = {table: table._version for table in self._tables}
         return not self._settled <= holding(self._tables)
@@ -185,39 +161,25 @@ class Baked:
         modules = self._step.model.modules()
         return [m.fp8_state for m in modules if isinstance(m, FP8Module) and m.fp8_state is not None]
 
-    def _found_objects(self) -> Iterator[tuple[str, list[Any]]]:
+    def _found_objects(self) -> Iterator[tuple[str, Iterable[Any]]]:
         """Objects that must still be the same ones, and what they are in words."""
-        step = self._step
+        step, modules = self._step, self._modules
         scaler: Any = step.scaler
-        built: list[Any] = [step.model, step.loss_fn, step.optimizer, scaler, step.before, step.fp8_recipe]
+        built = step.model, step.loss_fn, step.optimizer, scaler, step.before, step.fp8_recipe
         yield "what the step was built from", built
-        modules: list[Any] = []
-        for module in self._modules:
-            modules += module._modules.values()
-        yield "the modules", modules
-        tensors: list[Any] = []
-        for module in self._modules:
-            tensors += module._parameters.values()
-            tensors += module._buffers.values()
-        yield "a parameter or a buffer", tensors
-        hooks: list[Any] = []
-        for module in self._modules:
-            for name in _HOOKS:
-                hooks += getattr(module, name).values()
-        for parameter in self._parameters:
-            hooks += (parameter._backward_hooks or {}).values()
-            hooks += (parameter._post_accumulate_grad_hooks or {}).values()
-        for name in _STEP_HOOKS:
-            hooks += getattr(step.optimizer, name, {}).values()
-        yield "a hook", hooks
-        states: list[Any] = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
-        for state in step.optimizer.state.values():
-            states += state.values() if isinstance(state, dict) else (state,)
-        yield "the optimizer's state", states
-        grouped: list[Any] = []
-        for group in step.optimizer.param_groups:
-            grouped += group["params"]
-        yield "the optimizer's parameters", grouped
+        yield "the modules", _all_values(map(_children, modules))
+        yield "a parameter or a buffer", _all_values(chain.from_iterable(map(_tensors, modules)))
+        tables = [getattr(step.optimizer, name, {}) for name in _STEP_HOOKS]
+        tables_of_tensors = chain.from_iterable(map(read, self._parameters) for read in _TENSOR_HOOKS)
+        yield "a hook", _all_values(chain(tables, chain.from_iterable(map(_hooks, modules)), tables_of_tensors))
+        states: Iterable[Any] = step.optimizer.state.values()
+        if all(map(isinstance, states, repeat(dict))):
+            states = _all_values(states)
+        else:
+            states = chain.from_iterable(one.values() if isinstance(one, dict) else (one,) for one in states)
+        of_scaler = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+        yield "the optimizer's state", chain(of_scaler, states)
+        yield "the optimizer's parameters", chain.from_iterable(map(_members, step.optimizer.param_groups))
 
     def _found_values(self) -> Iterator[tuple[str, Any]]:
         """Values that must still be equal, and what they are in words."""
@@ -227,10 +189,10 @@ class Baked:
         if scaler is not None and scaler.is_enabled():
             scaling = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
         yield "what the step was built from", (step.autocast, step.accumulate, scaling)
-        parameters: list[Any] = self._parameters
+        parameters: Iterable[Any] = self._parameters
         yield "which parameters are trained", list(map(_requires_grad, parameters))
-        if any_dtensor(parameters):
-            parameters = list(map(local_of, parameters))
+        if self._are_sharded:
+            parameters = map(local_of, parameters)
         places = [*map(Tensor.data_ptr, parameters), *map(Tensor.data_ptr, self._buffers)]
         yield "where a parameter or a buffer lies", places
         states = [module.fp8_state for module in self._casting]
@@ -250,14 +212,10 @@ class Baked:
         """The copies that the optimizer writes with each parameter."""
         return [None if part is None else part.copies for part in map(part_of, self._parameters)]
 
-    def _attributes_of(self, module: nn.Module) -> _Attributes:
-        written = self._written.get(module, ())
-        names = tuple(name for name in _plain(module) if name not in written)
-        if not names:
-            return _Attributes((), itemgetter(0), (), len(module.__dict__))
-        names = (names[0], *names)  # of one name itemgetter would make no tuple
-        read = itemgetter(*names)
-        return _Attributes(names, read, read(module.__dict__), len(module.__dict__))
+
+def _all_values(tables: Iterable[Any]) -> Iterator[Any]:
+    """The values of dictionaries in order, of which some may be None."""
+    return chain.from_iterable(map(_values, filter(None, tables)))
 
 
 class _Same:
@@ -271,14 +229,6 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self._value)
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """The public attributes of a module that are plain values, `training` among them."""
-    return {name: value for name, value in vars(module).items() if type(value) in PLAIN and not name.startswith("_")}
 
 
 def _told(value: Any) -> Any:
