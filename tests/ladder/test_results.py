@@ -10,6 +10,7 @@ from fusestep.ladder.measured import Round
 from fusestep.ladder.memory import Peak
 from fusestep.ladder.profiling import Kernel
 from fusestep.ladder.results import HELD_BY_HOST, RungResult, compare
+from fusestep.ladder.run import _compared
 from fusestep.ladder.rungs import RUNGS, recipe_of
 from fusestep.ladder.step import Part
 from fusestep.ladder.timing import Timing
@@ -198,3 +199,44 @@ def test_figures_of_a_rung_sum_up_its_rounds() -> None:
     assert result.doubling == pytest.approx(1.0)
     assert rung_result([]).step is None
     assert not math.isnan(result.times[0])
+
+
+def results_of(*names: str, parts: tuple[Part, ...], times: tuple[tuple[float, ...], ...]) -> dict[str, RungResult]:
+    """Rungs in order, with the parts that ran in all of them."""
+    found = {}
+    for name, milliseconds in zip(names, times, strict=True):
+        place = next(number for number, rung in enumerate(RUNGS) if rung.name == name)
+        found[name] = rung_result(list(milliseconds), place=place, parts=parts)
+    return found
+
+
+def test_a_rung_that_was_not_chosen_and_is_in_none_above_it_is_not_asked_for_its_part() -> None:
+    """fp8 lies below graph on the ladder, and graph runs in BF16 where fp8 is not measured."""
+    parts = tuple(
+        Part(rung.fused, "triton", "") for rung in RUNGS if rung.fused not in (None, "scaled_mm", "train_step")
+    )
+    parts += (Part("train_step", "graph", ""),)
+    names, times = ("adam", "loss", "graph"), ((9.0, 9.1, 9.2), (5.0, 5.1, 5.2), (3.0, 3.1, 3.2))
+    graph = _compared(results_of(*names, parts=parts, times=times), RUNGS)[2]
+    for comparison in (graph.over_first, graph.over_previous):
+        assert comparison is not None
+        assert (comparison.claim, comparison.reason) == ("faster", "")
+    with_fp8 = results_of("adam", "loss", "fp8", "graph", parts=parts, times=(*times[:2], times[1], times[2]))
+    over_previous = _compared(with_fp8, RUNGS)[2].over_previous
+    assert over_previous is not None
+    assert over_previous.reason == "the fused part scaled_mm ran as its reference, not fused: the step did not call it"
+
+
+def test_only_over_the_rung_before_it_is_a_rungs_own_change_the_likely_cause() -> None:
+    parts = tuple(Part(rung.fused, "triton", "") for rung in RUNGS if rung.fused is not None)
+    results = results_of(
+        "adam", "fused-adam", "fused-norm", parts=parts, times=((5.0, 5.1, 5.2), (9.0, 9.1, 9.2), (9.9, 10.0, 10.1))
+    )
+    _, adam, norm = _compared(results, RUNGS)
+    assert adam.over_first is not None
+    assert adam.over_first == adam.over_previous
+    assert adam.over_first.reason == RUNGS[1].slower_when
+    assert norm.over_first is not None
+    assert norm.over_previous is not None
+    assert (norm.over_first.claim, norm.over_first.reason) == ("slower", "")
+    assert norm.over_previous.reason == RUNGS[2].slower_when

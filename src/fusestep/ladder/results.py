@@ -136,14 +136,17 @@ class ContenderResult(Measured):
         return None
 
 
-def compare(this: RungResult, other: RungResult, fused: Sequence[str]) -> Comparison:
-    """What may be said of `this` over `other`, which differ by the ops `fused` (and by what is torch's own)."""
+def compare(this: RungResult, other: RungResult, fused: Sequence[str], *, is_next: bool = True) -> Comparison:
+    """What may be said of `this` over `other`, which differ by the ops `fused` (and by what is torch's own).
+
+    `is_next` tells that no rung lies between them: only then is it this one's change that makes the difference.
+    """
     over = other.rung.name
     for result in (other, this):
         obstacle = result.obstacle
         if obstacle is not None:
             return Comparison(over, None, "none", obstacle)
-    return claim(this, other, over, fused, this.rung.slower_when)
+    return claim(this, other, over, fused, this.rung.slower_when if is_next else "")
 
 
 def claim(this: RungResult, other: Measured, over: str, fused: Sequence[str], slower_when: str = "") -> Comparison:

@@ -249,11 +249,15 @@ def _compared(results: dict[str, RungResult], rungs: Sequence[Rung]) -> tuple[Ru
     ordered = list(results.values())
     places = {rung.name: place for place, rung in enumerate(rungs)}
 
+    def is_in(rung: Rung) -> bool:
+        """Whether a rung's change is in those above it, and changes anything."""
+        result = results.get(rung.name)
+        return not rung.only_if_chosen if result is None else result.unchanged is None
+
     def comparison(this: RungResult, other: RungResult) -> Any:
-        between = rungs[places[other.rung.name] + 1 : places[this.rung.name] + 1]
-        left_out = {result.rung.name for result in ordered if result.unchanged is not None}
-        fused = [rung.fused for rung in between if rung.fused is not None and rung.name not in left_out]
-        return compare(this, other, fused)
+        changes = [rung for rung in rungs[places[other.rung.name] + 1 : places[this.rung.name] + 1] if is_in(rung)]
+        fused = [rung.fused for rung in changes if rung.fused is not None]
+        return compare(this, other, fused, is_next=len(changes) == 1)
 
     found = []
     for place, result in enumerate(ordered):

@@ -168,7 +168,8 @@ def remarks_of(ladder: Ladder) -> list[str]:
                 remark(f"no speed-up is claimed: {comparison.reason}", name)
             elif comparison.claim == "slower" and comparison.gain is not None:
                 remark(
-                    f"slower than {comparison.over}, {comparison.gain.ratio:.2f}×; likely because {comparison.reason}",
+                    f"slower than {comparison.over}, {comparison.gain.ratio:.2f}×"
+                    + (f"; likely because {comparison.reason}" if comparison.reason else ""),
                     name,
                 )
             elif comparison.claim == "no difference":
@@ -208,7 +209,7 @@ def remarks_of(ladder: Ladder) -> list[str]:
     baseline = next((r.optimizer for r in ladder.rungs[0].rounds), None)
     lines.append(
         (f"{ladder.rungs[0].rung.name}'s optimizer is {baseline}; " if baseline else "")
-        + "FP32 is full FP32, TF32 is off. × is times faster, with its "
+        + "FP32 is full FP32, TF32 is off. × is times as fast, with its "
         f"{CONFIDENCE:.0%} interval over the rounds; first ms is the slowest first step"
         + (", with others made ready beside it on this host." if ladder.environment["gpu"] is not None else ".")
     )
