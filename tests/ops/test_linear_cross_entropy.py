@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusestep import linear_cross_entropy
 from fusestep.errors import UserError
+from fusestep.ops import cross_entropy_kernel as kernel
 from fusestep.ops import linear_cross_entropy_passes as passes
 
 IGNORED = -7
@@ -128,6 +129,21 @@ def test_kernel_agrees_with_float64(dtype: torch.dtype, way: str) -> None:
     for options in ({}, ALL):
         given = operands((2, 5), 12, 37, dtype, torch.device("cpu"))
         check(given, "mean", True, tolerance, gradients=way, chunk_tokens=4, **options)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("vocabulary", [700, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_walks_rows_of_several_tiles_twice(
+    dtype: torch.dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "WALKED_TWICE_LONGEST", (32, 1))
+    monkeypatch.setattr(kernel, "WALKED_TWICE", ())
+    kernel.prepare_rows.cache_clear()
+    for options in ({}, ALL):
+        given = operands((9,), 12, vocabulary, dtype, torch.device("cpu"), bias=False)
+        check(given, "sum", True, 2e-2 if dtype is torch.bfloat16 else None, gradients="forward", **options)
+    kernel.prepare_rows.cache_clear()
 
 
 @pytest.mark.gpu
