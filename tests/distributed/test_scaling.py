@@ -103,7 +103,7 @@ def test_words_of_parallel_that_cannot_be_are_refused(text: str, sentence: str) 
 
 def test_ranks_that_make_no_whole_groups_are_refused() -> None:
     assert Parallel.of("fsdp,tp=2").data_ranks(8) == 4
-    with pytest.raises(UserError, match=r"groups of 4 ranks .* and there are 6; start a multiple of 4"):
+    with pytest.raises(UserError, match=r"groups of 4 ranks .* there are 6; start a multiple of 4 processes, or pass"):
         Parallel.of("fsdp,tp=4").data_ranks(6)
     with pytest.raises(UserError, match="add ddp or fsdp for what the 2 groups do, as in --parallel fsdp,tp=2"):
         Parallel.of("tp=2").data_ranks(4)

@@ -73,7 +73,7 @@ class Parallel:
         if size % self.tensor:
             raise UserError(
                 f"--parallel asks for groups of {self.tensor} ranks (tp={self.tensor}) and there are {size}; start a "
-                f"multiple of {self.tensor} processes."
+                f"multiple of {self.tensor} processes, or pass another --parallel, which is none for one process."
             )
         ranks = size // self.tensor
         if self.data is None and ranks > 1:
