@@ -25,7 +25,7 @@ from fusestep.ladder.results import ContenderResult
 from fusestep.ladder.subject import BuiltIn
 from fusestep.ladder.torch_step import native_step
 from fusestep.ladder.verdict import conclude
-from fusestep.ladder.words import numbers_of, remarks_of
+from fusestep.ladder.words import numbers_of, remarks_of, summary_of
 from fusestep.models import GPTConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -135,6 +135,8 @@ def test_an_attempt_that_fails_gives_way_to_the_next_which_stays_for_the_later_r
         "with the whole step in one graph and torch.compile it did not run (it cannot), so it is measured without",
     )
     assert len(result.rounds) == 1
+    assert summary_of(begun()) == begun().contender.summary
+    assert summary_of(result) == (f"{begun().contender.summary}; measured with torch.compile, since better did not run")
     jobs.asked.clear()
     again, replies = beside.timed(planned, result, "round 2: native-amp", "text", jobs, False)
     assert jobs.asked == [("round 2: native-amp, attempt 2", True, False)]

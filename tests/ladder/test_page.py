@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import io
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from fusestep.ladder import Ladder, page, plots, report
 from fusestep.ladder.charts import relative_to_first, ticks
@@ -211,19 +216,47 @@ def test_what_stands_beside_the_rungs_has_a_table_that_sorts_and_bars_among_thei
     assert plots.draw(plain).startswith(b"\x89PNG")
 
 
+def test_the_devices_time_is_beside_the_walls_and_an_upper_bound_is_called_that(
+    make_ladder: Make, made: Any, drawn: list[Figure]
+) -> None:
+    rungs = {"adam": made((40.0, 40.1, 39.9)), "amp": made((10.0, 14.0, 9.0), busy=(5.0, 5.01, 4.99))}
+    ladder = make_ladder(rungs, beside={"te-fp8": (9.0, 9.1, 8.9)}, within_base=["fused-adam"])
+    waiting = ladder.contenders[0]
+    rounds = [replace(r, timing=replace(r.timing, is_bound=True), kernels=()) for r in waiting.rounds]
+    plain = report.as_dict(replace(ladder, contenders=(replace(waiting, rounds=tuple(rounds)),)))
+    text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page.draw(plain))))
+    assert "device's time over previous" in text
+    assert "7.84× (7.8" in text
+    assert "8.10 / ≤8.82 ms" in text
+    assert "9.00 / 5.00 ms, launch-bound" in text
+    assert re.search(r"adam torch.optim.AdamW, FP32, [^+]*; fused-adam in it", text)
+    (row,) = [row for row in csv.DictReader(report.as_csv(ladder).splitlines()) if row["name"] == "amp"]
+    assert float(row["device_gain_over_previous"]) == pytest.approx(39.2 / 5, rel=1e-6)
+    assert (row["device_is_upper_bound"], row["decided_by"]) == ("False", "wall time")
+    plots.draw(plain)
+    (figure,) = drawn
+    times, _, apart, *_ = figure.axes
+    assert [text.get_text() for text in apart.texts] == ["39.2", "5", "≤8.82", "36", "9", "8.1"]
+    # A figure stands behind the last of its rounds.
+    assert [text.xy[0] for text in times.texts] == pytest.approx([40.1, 14.0, 9.1])
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The pictures that are drawn, as they are saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    return figures
+
+
 def test_nothing_measured_is_still_a_page_and_a_picture(make_ladder: Make, made: Any) -> None:
     plain = report.as_dict(make_ladder({"adam": made(failure="gone."), "amp": made(failure="gone too.")}, rounds=3))
     assert page.draw(plain).count("did not run") >= 2
     assert plots.draw(plain).startswith(b"\x89PNG")
 
 
-def test_the_picture_has_a_panel_for_each_chart(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.image import imread
-
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+def test_the_picture_has_a_panel_for_each_chart(plain: dict[str, Any], drawn: list[Figure]) -> None:
     picture = imread(io.BytesIO(plots.draw(plain)))
     assert picture.shape[1] > 1000
     (figure,) = drawn
