@@ -42,7 +42,7 @@ _values = methodcaller("values")
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 
-#: Behind what is compared, so that of two neither is the beginning of the other.
+#: The last part of what is compared, so that of two neither is the beginning of the other.
 _END = (object(),)
 
 
@@ -90,7 +90,7 @@ class Baked:
         self._casting = [module for module in self._modules if isinstance(module, FP8Module)]
         self._attributes.remember(self._modules)
         self._are_sharded = any_dtensor(self._parameters)
-        self._objects = [[*found, *_END] for _, found in self._found_objects()]
+        self._objects = [[*_flat(parts)] for _, parts in self._found_objects()]
         self._values = [values for _, values in self._found_values()]
         self._options = self._found_options()
         self._copies, self._revision = self._found_copies(), revision()
@@ -99,8 +99,8 @@ class Baked:
         """What changed that graphs hold, in words; None for nothing, or where nothing is remembered."""
         if not self._is_held:
             return None
-        for (what, found), objects in zip(self._found_objects(), self._objects, strict=True):
-            if not all(map(is_, chain(found, _END), objects)):
+        for (what, parts), objects in zip(self._found_objects(), self._objects, strict=True):
+            if not all(map(is_, _flat(parts), objects)):
                 return what
         if (what_attribute := self._attributes.changed()) is not None:
             return what_attribute
@@ -161,25 +161,25 @@ class Baked:
         modules = self._step.model.modules()
         return [m.fp8_state for m in modules if isinstance(m, FP8Module) and m.fp8_state is not None]
 
-    def _found_objects(self) -> Iterator[tuple[str, Iterable[Any]]]:
-        """Objects that must still be the same ones, and what they are in words."""
+    def _found_objects(self) -> Iterator[tuple[str, Iterable[Iterable[Any]]]]:
+        """Objects that must still be the same ones, in parts, and what they are in words."""
         step, modules = self._step, self._modules
         scaler: Any = step.scaler
         built = step.model, step.loss_fn, step.optimizer, scaler, step.before, step.fp8_recipe
-        yield "what the step was built from", built
-        yield "the modules", _all_values(map(_children, modules))
-        yield "a parameter or a buffer", _all_values(chain.from_iterable(map(_tensors, modules)))
-        tables = [getattr(step.optimizer, name, {}) for name in _STEP_HOOKS]
-        tables_of_tensors = chain.from_iterable(map(read, self._parameters) for read in _TENSOR_HOOKS)
-        yield "a hook", _all_values(chain(tables, chain.from_iterable(map(_hooks, modules)), tables_of_tensors))
+        yield "what the step was built from", (built,)
+        yield "the modules", _values_of(map(_children, modules))
+        yield "a parameter or a buffer", _values_of(chain.from_iterable(map(_tensors, modules)))
+        of_steps = [getattr(step.optimizer, name, {}) for name in _STEP_HOOKS]
+        of_tensors = chain.from_iterable(map(read, self._parameters) for read in _TENSOR_HOOKS)
+        yield "a hook", _values_of(chain(of_steps, chain.from_iterable(map(_hooks, modules)), of_tensors))
+        of_scaler = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
         states: Iterable[Any] = step.optimizer.state.values()
         if all(map(isinstance, states, repeat(dict))):
-            states = _all_values(states)
+            states = map(_values, states)
         else:
-            states = chain.from_iterable(one.values() if isinstance(one, dict) else (one,) for one in states)
-        of_scaler = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
-        yield "the optimizer's state", chain(of_scaler, states)
-        yield "the optimizer's parameters", chain.from_iterable(map(_members, step.optimizer.param_groups))
+            states = [one.values() if isinstance(one, dict) else (one,) for one in states]
+        yield "the optimizer's state", chain((of_scaler,), states)
+        yield "the optimizer's parameters", map(_members, step.optimizer.param_groups)
 
     def _found_values(self) -> Iterator[tuple[str, Any]]:
         """Values that must still be equal, and what they are in words."""
@@ -213,9 +213,13 @@ class Baked:
         return [None if part is None else part.copies for part in map(part_of, self._parameters)]
 
 
-def _all_values(tables: Iterable[Any]) -> Iterator[Any]:
-    """The values of dictionaries in order, of which some may be None."""
-    return chain.from_iterable(map(_values, filter(None, tables)))
+def _values_of(tables: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    """The values of each dictionary that is not empty; some may be None."""
+    return map(_values, filter(None, tables))
+
+
+def _flat(parts: Iterable[Iterable[Any]]) -> Iterator[Any]:
+    return chain.from_iterable(chain(parts, (_END,)))
 
 
 class _Same:
