@@ -420,3 +420,15 @@ def test_our_own_wrong_results_end_the_part(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loss, "linear_cross_entropy", lambda x, w, t, **_: loss.whole(x, w, t) * 1.1)
     with pytest.raises(SystemExit, match=r"fusestep.*wrong: relative error 1\.\d+e-01"):
         loss.measure(40, 24, 96, {})
+
+
+def test_calls_of_a_graph_walk_through_three_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = parts.load("norms").module.timing
+    monkeypatch.setattr(timing, "DEVICE", torch.device("cuda"))
+    device = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(timing.torch.cuda, "get_device_properties", lambda _: device)
+    for bytes_per_call in (14 << 20, 50 << 20, 60 << 20, 149 << 20):
+        sets = timing.sets_needed(bytes_per_call)
+        assert (sets - 1) * bytes_per_call < 3 * device.L2_cache_size <= sets * bytes_per_call
+        assert sets <= timing.CALLS  # else calls of one graph would not reach the last
+    assert timing.sets_needed(1 << 30) == 1

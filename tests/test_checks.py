@@ -66,6 +66,12 @@ def test_narrow_program_numbers_are_found(tmp_path: Path, code: str) -> None:
     assert "kernel.py:1: program_id" in finding
 
 
+@pytest.mark.parametrize("code", ["@triton.autotune(configs=[], key=[])\n", "from triton import autotune\n"])
+def test_kernels_that_are_tuned_as_they_run_are_found(tmp_path: Path, code: str) -> None:
+    (finding,) = found_in(tmp_path, code)
+    assert "kernel.py:1: autotune" in finding
+
+
 def test_widened_program_numbers_tickets_and_prose_pass(tmp_path: Path) -> None:
     code = '''
 """Neither tl.atomic_add nor tl.program_id(0) is called here."""

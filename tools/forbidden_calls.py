@@ -1,4 +1,4 @@
-"""Find calls that no kernel may make: atomics on floats, and program numbers of 32 bits.
+"""Find calls that no kernel may make: atomics on floats, program numbers of 32 bits, and tuning as it runs.
 
     python tools/forbidden_calls.py FILE_OR_FOLDER…
 
@@ -6,6 +6,8 @@
   not mind the order (a ticket, a count, a maximum), and their line says so with a comment that begins `# integer`.
 - `tl.program_id(…)` is a 32-bit number, and row × stride overflows it from 2^31 elements on; write
   `tl.program_id(…).to(tl.int64)`, or where it is divided first, which costs less in 32 bits, `# widened later`.
+- `triton.autotune` runs a kernel once for each candidate, so one that writes what it reads, as an optimizer's does, is
+  applied as often; and which candidate wins, and with it the order of sums, may be another in the next process.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ def findings(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: {token.string}: sums would depend on the order of programs; reduce in two stages"
         if token.string == "program_id" and not is_widened(words, index) and not comment.startswith(LATER):
             yield f"{path}:{line}: program_id is 32 bits wide; append .to(tl.int64)"
+        if token.string == "autotune":
+            yield f"{path}:{line}: autotune: a kernel would run once for each candidate; choose by a rule"
 
 
 def is_widened(words: list[str], index: int) -> bool:
