@@ -12,9 +12,9 @@ form, from the output: x̂ = (y − bias) / weight.
 Persistent programs walk tiles of rows and keep their part of dweight and dbias in registers; each writes it once to
 `partials`, fp32, and a small second kernel adds the parts in a fixed order. Few rows are left to one program, whose
 part is the whole: it writes the gradients themselves, and the second launch is spared. No atomics, so the same inputs
-give the same bits on the same device. Rows of LayerNorm too wide for that, but not for the registers that its two sums
-need, are walked in chunks of columns (norm_backward_chunks.py). Wider rows take two kernels, one for the two means of
-each row and one over blocks of columns.
+give the same bits on the same device. Rows too wide for that, but not for the registers that the sums alone need, are
+walked in chunks of columns (norm_backward_chunks.py). Wider rows take two kernels, one for the two means of each row
+and one over blocks of columns.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ class BackwardLaunch:
     chunks: bool = False
 
 
-#: Whether a row of LayerNorm of more than 8192 columns, and at most twice as many, is walked in chunks; of how many
-#: columns; and the most bytes a column of all rows that are read, so that the first level of the cache holds a row.
+#: Whether a row of more than 8192 columns, and at most twice as many, is walked in chunks, unless RMSNorm's fits whole;
+#: of how many columns; and the most bytes a column of all rows that are read, so that the first level of the cache holds a row.
 IN_CHUNKS = True
 CHUNK = 4096
 CHUNKS_ITEMSIZE = 6
@@ -321,7 +321,7 @@ def backward_launch(
     block = 1 << max(width - 1, 0).bit_length()
     if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
         return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
-    if IN_CHUNKS and block == 16384 and centred and itemsize <= CHUNKS_ITEMSIZE:
+    if IN_CHUNKS and block == 16384 and itemsize <= CHUNKS_ITEMSIZE:
         return BackwardLaunch(CHUNK, 1, multiprocessors, 16, 1, chunks=True)
     if block <= 1024:
         rows, programs, warps, stages = min(128, 4096 // block), 2 * multiprocessors, 4, 4

@@ -1,4 +1,4 @@
-"""Backward kernel of LayerNorm for rows that fit in the cache, and whose two sums fit in the registers.
+"""Backward kernel of the norms for rows that fit in the cache, and whose sums fit in the registers.
 
 The formulas stand in norm_backward.py. A persistent program walks one row at a time, in chunks of columns, twice: for
 the two means, and for dx, when the first level of the cache still has what was read. All registers but few are the
