@@ -287,7 +287,8 @@ class BackwardLaunch:
 
 
 #: Whether a row of more than 8192 columns, and at most twice as many, is walked in chunks, unless RMSNorm's fits whole;
-#: of how many columns; and the most bytes a column of all rows that are read, so that the first level of the cache holds a row.
+#: of how many columns; and the most bytes a column of all rows that are read, for the first level of the cache to hold
+#: them.
 IN_CHUNKS = True
 CHUNK = 4096
 CHUNKS_ITEMSIZE = 6
