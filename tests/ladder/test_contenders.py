@@ -136,7 +136,9 @@ def test_an_attempt_that_fails_gives_way_to_the_next_which_stays_for_the_later_r
     )
     assert len(result.rounds) == 1
     assert summary_of(begun()) == begun().contender.summary
-    assert summary_of(result) == (f"{begun().contender.summary}; measured with torch.compile, since better did not run")
+    assert summary_of(result) == (
+        f"{begun().contender.summary}, but measured with torch.compile, since that did not run"
+    )
     jobs.asked.clear()
     again, replies = beside.timed(planned, result, "round 2: native-amp", "text", jobs, False)
     assert jobs.asked == [("round 2: native-amp, attempt 2", True, False)]

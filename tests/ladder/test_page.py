@@ -230,6 +230,10 @@ def test_the_devices_time_is_beside_the_walls_and_an_upper_bound_is_called_that(
     assert "8.10 / ≤8.82 ms" in text
     assert "9.00 / 5.00 ms, launch-bound" in text
     assert re.search(r"adam torch.optim.AdamW, FP32, [^+]*; fused-adam in it", text)
+    assert "Every rung on the same text from the same seed" in text
+    own = page.draw({**plain, "plan": {**plain["plan"], "factory": "mine:model"}})
+    assert "Every rung on the same batches from the same seed" in own
+    assert plain["plan"]["steps_timed"] == "3"  # of 36 that were asked for
     (row,) = [row for row in csv.DictReader(report.as_csv(ladder).splitlines()) if row["name"] == "amp"]
     assert float(row["device_gain_over_previous"]) == pytest.approx(39.2 / 5, rel=1e-6)
     assert (row["device_is_upper_bound"], row["decided_by"]) == ("False", "wall time")

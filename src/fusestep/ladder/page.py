@@ -52,7 +52,7 @@ def draw(plain: Mapping[str, Any]) -> str:
             if chart
         ],
         kernels=page_tables.kernels([*rungs, *contenders]),
-        plots=_plots(rungs),
+        plots=_plots(rungs, "text" if plain["plan"].get("factory") is None else "batches"),
         remarks=plain["remarks"],
         logs=[(rung["name"], rung["log"]) for rung in (*rungs, *contenders) if rung["log"]],
         rungs=[(one["name"], one["summary"]) for one in (_with_those_within(rungs[0], plain["plan"]), *rungs[1:])],
@@ -182,7 +182,7 @@ def _largest(values: Iterable[float | None]) -> float:
     return 1.02 * max((value for value in values if value is not None), default=1.0) or 1.0
 
 
-def _plots(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
+def _plots(rungs: Sequence[Rung], on: str) -> list[dict[str, Any]]:
     curves = curves_of(rungs)
     if not curves:
         return []
@@ -190,7 +190,7 @@ def _plots(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
     plots = [
         _plot(
             "Loss during the gate.",
-            "Every rung on the same text from the same seed; press a name to take its line away.",
+            f"Every rung on the same {on} from the same seed; press a name to take its line away.",
             curves,
         )
     ]

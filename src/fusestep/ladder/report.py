@@ -28,6 +28,7 @@ from fusestep.ladder.words import (
     remarks_of,
     runs_as,
     status_of,
+    steps_in_words,
     summary_of,
 )
 
@@ -162,7 +163,7 @@ def as_dict(ladder: Ladder) -> dict[str, Any]:
             },
             "title": {"place": place(ladder), "model": model(ladder)},
             "environment": dict(ladder.environment),
-            "plan": dict(ladder.plan),
+            "plan": {**ladder.plan, "steps_timed": steps_in_words(ladder)},
             "ceilings": None if ladder.ceilings is None else asdict(ladder.ceilings),
             "notes": list(ladder.notes),
             "remarks": remarks_of(ladder),

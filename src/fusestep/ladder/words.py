@@ -112,7 +112,7 @@ def summary_of(contender: ContenderResult) -> str:
     if measured == first or not contender.rounds:
         return contender.contender.summary
     how = f"with {ways_in_words(measured)}" if ways_in_words(measured) else "one launch at a time"
-    return f"{contender.contender.summary}; measured {how}, since better did not run"
+    return f"{contender.contender.summary}, but measured {how}, since that did not run"
 
 
 def numbers_of(recipe: Recipe) -> str:
