@@ -139,6 +139,19 @@ def test_rows_walked_in_chunks(kind: str, width: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [5, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_walked_in_chunks_that_are_loaded_ahead(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = norm_backward.BackwardLaunch(8, 1, 2, 1, 1, chunks=True, ahead=True)
+    monkeypatch.setattr(norm_backward, "backward_launch", lambda *_: choice)
+    for kind in ("rms_norm", "layer_norm"):
+        check(kind, torch.randn(7, 3 * width)[:, width : 2 * width].to(dtype), None, memory_efficient=width == 5)
+
+
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_rows_walked_in_chunks_from_the_output_in_two_dtypes_and_repeatedly(kind: str) -> None:
@@ -304,7 +317,7 @@ def test_offsets_have_sixty_four_bits(width: int) -> None:
 @settings(deadline=None, max_examples=300)
 def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, centred: bool, copied: int) -> None:
     choice = norm_backward.backward_launch(width, streams, 4, 132, centred, copied)
-    tile = choice.rows * choice.block * (streams + copied + (4 if choice.reload else 0))
+    tile = choice.rows * choice.block * (streams + copied)
     assert (choice.stages - 1) * tile <= norm_backward.SHARED_MEMORY
     assert choice.programs >= 1
     assert choice.warps in (1, 2, 4, 8, 16)
@@ -334,7 +347,8 @@ def test_wide_rows_are_walked_in_chunks_where_they_fit() -> None:
     launch = norm_backward.backward_launch
     assert [launch(width, 4, 2, 132, centred=True).chunks for width in (8192, 8193, 16384, 16385)] == [0, 1, 1, 0]
     assert [launch(12288, size, 4, 132, centred=True).chunks for size in (4, 6, 8, 12)] == [1, 1, 0, 0]
-    assert [launch(16384, size, 2, 132, centred=False).chunks for size in (4, 6, 8)] == [0, 1, 0]
+    assert launch(12288, 8, 2, 132, centred=True).chunks
+    assert [launch(16384, size, 2, 132, centred=False).ahead for size in (4, 6, 8)] == [1, 0, 0]
 
 
 @given(

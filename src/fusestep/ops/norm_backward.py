@@ -70,14 +70,12 @@ def _norm_backward_kernel(
     FROM_OUTPUT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr,
-    RELOAD: tl.constexpr,
 ):
     """Whole rows in registers, ROWS at a time; the loads of the next tiles are under way while one is worked on."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     in_width = column < WIDTH
-    if not RELOAD:
-        kept_weight = load_columns(weight_ptr, column, in_width, 1.0)
+    weight = load_columns(weight_ptr, column, in_width, 1.0)
     bias = load_columns(bias_ptr, column, in_width, 0.0)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
@@ -88,7 +86,6 @@ def _norm_backward_kernel(
         mask = in_rows & in_width
         x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        weight = load_columns(weight_ptr, column, in_width, 1.0) if RELOAD else kept_weight
         x_hat, rstd = _normalised(x, statistics_ptr, row, in_rows, weight, bias, STATISTICS, FROM_OUTPUT)
         # dy is 0 on padding, so that nothing of x̂ there, which is not 0, enters a sum.
         if WEIGHT_GRADIENT:
@@ -273,8 +270,7 @@ class BackwardLaunch:
     """How the backward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
 
     A row wider than `block` takes the wide kernels, with `programs` for each block of columns, or with `chunks` the
-    kernel that walks it whole, in chunks of `block` columns. With `reload` the weight is read for every tile instead of
-    being kept in registers.
+    kernel that walks it whole, in chunks of `block` columns, with `ahead` while the next row is loaded into registers.
     """
 
     block: int
@@ -282,16 +278,15 @@ class BackwardLaunch:
     programs: int
     warps: int
     stages: int
-    reload: bool = False
     chunks: bool = False
+    ahead: bool = False
 
 
-#: Whether a row of more than 8192 columns, and at most twice as many, is walked in chunks, unless RMSNorm's fits whole;
-#: of how many columns; and the most bytes a column of all rows that are read, for the first level of the cache to hold
-#: them.
+#: Whether a row of more than 8192 columns, and at most twice as many, is walked in chunks;
+#: of how many columns; and the most bytes a column of all that is read, for the first level of the cache to hold it.
 IN_CHUNKS = True
 CHUNK = 4096
-CHUNKS_ITEMSIZE = 6
+CHUNKS_ITEMSIZE = 10
 
 #: Bytes of shared memory for the tiles that are under way; every GPU since Ampere has at least 99 KiB a block.
 SHARED_MEMORY = 98304
@@ -320,10 +315,9 @@ def backward_launch(
     """
     itemsize += copy_itemsize
     block = 1 << max(width - 1, 0).bit_length()
-    if block == 16384 and not centred and block * (itemsize + weight_itemsize) <= SHARED_MEMORY:
-        return BackwardLaunch(block, 1, multiprocessors, 16, 2, reload=True)
-    if IN_CHUNKS and block == 16384 and itemsize <= CHUNKS_ITEMSIZE:
-        return BackwardLaunch(CHUNK, 1, multiprocessors, 16, 1, chunks=True)
+    if IN_CHUNKS and block == 16384 and itemsize + weight_itemsize <= CHUNKS_ITEMSIZE:
+        # Beside one sum there is room for the 16-bit values of a whole row, beside two there is not.
+        return BackwardLaunch(CHUNK, 1, multiprocessors, 16, 1, chunks=True, ahead=not centred and itemsize == 4)
     if block <= 1024:
         rows, programs, warps, stages = min(128, 4096 // block), 2 * multiprocessors, 4, 4
     elif block <= 4096:
@@ -419,10 +413,9 @@ def prepare_backward(
     means = None
     if choice.chunks:
         del constants["ROWS"], constants["STAGES"]
-        constants["CHUNKS"] = -(-width // choice.block)
+        constants |= {"CHUNKS": -(-width // choice.block), "AHEAD": choice.ahead}
         main = PreparedLaunch(norm_backward_chunks_kernel, (programs,), device, numbers, **constants)
     elif choice.block >= width:
-        constants["RELOAD"] = choice.reload
         main = PreparedLaunch(_norm_backward_kernel, (programs,), device, numbers, **constants)
     else:
         means = PreparedLaunch(_row_means_kernel, (rows,), device, numbers, **common, BLOCK=MEANS_BLOCK, num_warps=4)

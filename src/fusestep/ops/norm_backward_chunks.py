@@ -40,9 +40,9 @@ def store_gradients(
 
 
 @triton.jit
-def _load_chunk(
-    dy_ptr,
-    x_ptr,
+def _normalised_chunk(
+    dy,
+    x,
     weight_ptr,
     bias_ptr,
     column,
@@ -53,21 +53,15 @@ def _load_chunk(
     STATISTICS: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
     EVICTION: tl.constexpr,
-    WEIGHT_EVICTION: tl.constexpr,
 ):
-    """(dy, x̂, weight) of a chunk of a row.
-
-    The evictions tell the cache what comes again. They also keep the two passes' loads apart: Triton would make one of
-    two that are alike, and its value would stay in registers in between.
-    """
-    x = in_fp32(tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION))
-    dy = in_fp32(tl.load(dy_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION))
+    """(dy, x̂, weight) of a chunk of a row in fp32."""
+    x = in_fp32(x)
     weight = 1.0
     if weight_ptr is not None:
-        weight = in_fp32(tl.load(weight_ptr + column, mask=inside, other=1.0, eviction_policy=WEIGHT_EVICTION))
+        weight = in_fp32(tl.load(weight_ptr + column, mask=inside, other=1.0, eviction_policy=EVICTION))
     if FROM_OUTPUT:
         if bias_ptr is not None:
-            x -= in_fp32(tl.load(bias_ptr + column, mask=inside, other=0.0, eviction_policy=WEIGHT_EVICTION))
+            x -= in_fp32(tl.load(bias_ptr + column, mask=inside, other=0.0, eviction_policy=EVICTION))
         x /= weight
     else:
         if STATISTICS > 1:
@@ -75,7 +69,7 @@ def _load_chunk(
         if STATISTICS == 3:
             x -= mean_low
         x *= rstd
-    return dy, x, weight
+    return in_fp32(dy), x, weight
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -100,26 +94,48 @@ def norm_backward_chunks_kernel(
     FROM_OUTPUT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """A row at a time, in chunks of columns: registers hold the sums of all chunks, and the values of few."""
+    """A row at a time, in chunks of columns: registers hold the sums of all chunks, and the values of few.
+
+    Elsewhere than in a row that is held AHEAD, evictions tell the cache what comes again. They also keep the two
+    passes' loads apart: Triton would make one of two that are alike, and keep its value in registers in between.
+    """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.float32)
     dweights = (zero,) * CHUNKS
     dbiases = (zero,) * CHUNKS
+    xs = (0.0,) * CHUNKS
+    dys = (0.0,) * CHUNKS
+    if AHEAD:
+        for i in tl.static_range(CHUNKS):
+            column = i * BLOCK + lane
+            xs += (tl.load(x_ptr + program * x_stride + column, mask=column < WIDTH, other=0.0),)
+            dys += (tl.load(dy_ptr + program * dy_stride + column, mask=column < WIDTH, other=0.0),)
+            xs = xs[1:]
+            dys = dys[1:]
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=1):
         rstd = tl.load(statistics_ptr + row * STATISTICS)
         mean = tl.load(statistics_ptr + row * STATISTICS + 1) if STATISTICS > 1 else 0.0
         mean_low = tl.load(statistics_ptr + row * STATISTICS + 2) if STATISTICS == 3 else 0.0
         dy_row = dy_ptr + row * dy_stride
         x_row = x_ptr + row * x_stride
+        following = tl.minimum(row + tl.num_programs(0), rows - 1)
         along = zero
         total = zero
         for i in tl.static_range(CHUNKS):
             column = i * BLOCK + lane
-            dy, x_hat, weight = _load_chunk(
-                *(dy_row, x_row, weight_ptr, bias_ptr, column, column < WIDTH, rstd, mean, mean_low),
-                *(STATISTICS, FROM_OUTPUT, "evict_last", "evict_last"),
+            inside = column < WIDTH
+            if AHEAD:
+                x = xs[i]
+                dy = dys[i]
+            else:
+                x = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+                dy = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            dy, x_hat, weight = _normalised_chunk(
+                *(dy, x, weight_ptr, bias_ptr, column, inside, rstd, mean, mean_low),
+                *(STATISTICS, FROM_OUTPUT, "evict_last"),
             )
             g = dy * weight
             along += g * x_hat
@@ -135,9 +151,14 @@ def norm_backward_chunks_kernel(
         for i in tl.static_range(CHUNKS):
             column = i * BLOCK + lane
             inside = column < WIDTH
-            dy, x_hat, weight = _load_chunk(
-                *(dy_row, x_row, weight_ptr, bias_ptr, column, inside, rstd, mean, mean_low),
-                *(STATISTICS, FROM_OUTPUT, "evict_first", ""),
+            if AHEAD:
+                x = xs[0]
+                dy = dys[0]
+            else:
+                x = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
+                dy = tl.load(dy_row + column, mask=inside, other=0.0, eviction_policy="evict_first")
+            dy, x_hat, weight = _normalised_chunk(
+                *(dy, x, weight_ptr, bias_ptr, column, inside, rstd, mean, mean_low), *(STATISTICS, FROM_OUTPUT, "")
             )
             # The first of the sums is this chunk's; added to, it goes to the end.
             dweights += (dweights[0] + dy * x_hat,)
@@ -150,6 +171,11 @@ def norm_backward_chunks_kernel(
             tl.store(dx_ptr + row * WIDTH + column, dx, mask=inside)
             if copy_ptr is not None:
                 tl.store(copy_ptr + row * WIDTH + column, dx, mask=inside)
+            if AHEAD:
+                xs += (tl.load(x_ptr + following * x_stride + column, mask=inside, other=0.0),)
+                dys += (tl.load(dy_ptr + following * dy_stride + column, mask=inside, other=0.0),)
+                xs = xs[1:]
+                dys = dys[1:]
     for i in tl.static_range(CHUNKS):
         store_gradients(
             *(first_ptr, second_ptr, program, i * BLOCK + lane, dweights[i], dbiases[i]),

@@ -92,7 +92,7 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             label = f"{width}, {element}{''.join(text for text, holds in more.items() if holds)}"
             if choice.chunks:
                 del constexprs["ROWS"], constexprs["STAGES"]
-                constexprs["CHUNKS"] = -(-width // choice.block)
+                constexprs |= {"CHUNKS": -(-width // choice.block), "AHEAD": choice.ahead}
                 yield _aligned(
                     norm_backward_chunks.norm_backward_chunks_kernel,
                     f"backward in chunks {label}",
@@ -102,7 +102,6 @@ def _backward(centred: bool) -> Iterator[Compilation]:
                     choice.warps,
                 )
             elif choice.block >= width:
-                constexprs["RELOAD"] = choice.reload
                 yield _aligned(
                     norm_backward._norm_backward_kernel,
                     f"backward {label}",
