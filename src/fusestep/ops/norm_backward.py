@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fusestep import hardware
-from fusestep.language import tl, triton
+from fusestep.language import interpreted, tl, triton
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.norm_backward_chunks import norm_backward_chunks_kernel, store_gradients
 from fusestep.ops.norm_forward import load_columns
@@ -414,6 +414,7 @@ def prepare_backward(
     if choice.chunks:
         del constants["ROWS"], constants["STAGES"]
         constants |= {"CHUNKS": -(-width // choice.block), "AHEAD": choice.ahead}
+        constants["PREFETCH"] = not (choice.ahead or interpreted())
         main = PreparedLaunch(norm_backward_chunks_kernel, (programs,), device, numbers, **constants)
     elif choice.block >= width:
         main = PreparedLaunch(_norm_backward_kernel, (programs,), device, numbers, **constants)

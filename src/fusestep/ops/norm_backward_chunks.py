@@ -1,8 +1,9 @@
 """Backward kernel of the norms for rows that fit in the cache, and whose sums fit in the registers.
 
 The formulas stand in norm_backward.py. A persistent program walks one row at a time, in chunks of columns, twice: for
-the two means, and for dx, when the first level of the cache still has what was read. All registers but few are the
-sums of dweight and dbias, a tensor for each chunk; they are written as the other kernel writes them.
+the two means, and for dx, when the first level of the cache still has what was read; the next row is on its way to the
+second level meanwhile. All registers but few are the sums of dweight and dbias, a tensor for each chunk; they are
+written as the other kernel writes them.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ def _normalised_chunk(
     return in_fp32(dy), x, weight
 
 
+@triton.jit
+def _prefetch(x_row, dy_row, WIDTH: tl.constexpr):
+    """Have a row of each brought to the L2 cache, in 256 places each; this costs a thread of 512 one instruction."""
+    x_step: tl.constexpr = WIDTH * (x_row.dtype.element_ty.primitive_bitwidth // 8) // 256
+    dy_step: tl.constexpr = WIDTH * (dy_row.dtype.element_ty.primitive_bitwidth // 8) // 256
+    place = tl.arange(0, 512)
+    address = tl.where(place < 256, x_row.to(tl.int64) + place * x_step, dy_row.to(tl.int64) + (place - 256) * dy_step)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_chunks_kernel(
     dy_ptr,
@@ -95,6 +106,7 @@ def norm_backward_chunks_kernel(
     WEIGHT_GRADIENT: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr,
     AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """A row at a time, in chunks of columns: registers hold the sums of all chunks, and the values of few.
 
@@ -122,6 +134,8 @@ def norm_backward_chunks_kernel(
         dy_row = dy_ptr + row * dy_stride
         x_row = x_ptr + row * x_stride
         following = tl.minimum(row + tl.num_programs(0), rows - 1)
+        if PREFETCH:
+            _prefetch(x_ptr + following * x_stride, dy_ptr + following * dy_stride, WIDTH)
         along = zero
         total = zero
         for i in tl.static_range(CHUNKS):

@@ -93,6 +93,7 @@ def _backward(centred: bool) -> Iterator[Compilation]:
             if choice.chunks:
                 del constexprs["ROWS"], constexprs["STAGES"]
                 constexprs |= {"CHUNKS": -(-width // choice.block), "AHEAD": choice.ahead}
+                constexprs["PREFETCH"] = not choice.ahead
                 yield _aligned(
                     norm_backward_chunks.norm_backward_chunks_kernel,
                     f"backward in chunks {label}",
