@@ -41,8 +41,8 @@ class Model:
 
 MODELS = {
     "a": Model(GPTConfig(96, 768, 12, 4, 3072, 256), 32, steps=60, together=12),
-    "b": Model(GPTConfig(96, 2048, 16, 12, 8192, 256), 32, steps=24, together=6),
-    "c": Model(GPTConfig(50304, 768, 12, 12, 3072, 1024), 16, steps=24, together=9),
+    "b": Model(GPTConfig(96, 2048, 16, 12, 8192, 256), 32, steps=24, together=7),
+    "c": Model(GPTConfig(50304, 768, 12, 12, 3072, 1024), 16, steps=24, together=12),
     "d": Model(GPTConfig(50304, 2048, 16, 24, 8192, 2048), 4, steps=12, together=3),
 }
 NATIVE = "native, amp"

@@ -103,6 +103,7 @@ def check(
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of the vocabulary, and chunks, of a few."""
     monkeypatch.setattr(passes, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(passes, "QUARTER_BYTES", 1)
     monkeypatch.setattr(passes, "CHUNK_MULTIPLE", 8)
     monkeypatch.setattr(passes, "FEWEST_COLUMNS", 8)
 
@@ -364,6 +365,7 @@ def test_no_logits_but_those_of_a_chunk_exist(monkeypatch: pytest.MonkeyPatch, d
 
     monkeypatch.setattr(passes, "_buffer", watched)
     monkeypatch.setattr(passes, "CHUNK_BYTES", 2**17)
+    monkeypatch.setattr(passes, "QUARTER_BYTES", 2**17)
     x, weight, _, target, _ = operands((1000,), 64, 3000, torch.float32, device, bias=False)
     for way in WAYS:
         linear_cross_entropy(x, weight, target, ignore_index=IGNORED, gradients=way).backward()
@@ -385,6 +387,18 @@ def test_no_logits_but_those_of_a_chunk_exist(monkeypatch: pytest.MonkeyPatch, d
 )
 def test_chunks_are_even_and_a_multiple(count: int, limit: int, size: int) -> None:
     assert passes._even(count, limit) == size
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocabulary", "chunks"),
+    [(8192, 768, 50304, 4), (16384, 768, 50304, 4), (65536, 768, 50304, 13), (8192, 2048, 128256, 4), (300, 9, 17, 1)],
+)
+def test_a_chunk_has_a_quarter_of_all_tokens_up_to_a_bound(
+    tokens: int, width: int, vocabulary: int, chunks: int
+) -> None:
+    chunk = passes.chunk_of(tokens, vocabulary, width, torch.bfloat16)
+    assert -(-tokens // chunk) == chunks
+    assert chunk * vocabulary * 2 <= max(2**29, 2 * vocabulary * width) * 1.05
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -31,7 +31,7 @@ MOST_LANES, MOST_WARPS = 512, 8
 
 #: The same for rows that are walked twice, by the vectors of a row: the longer, the fewer a multiprocessor may hold.
 #: Measured on an H200, whose cache has 60 MB, for rows of 64, 100 and 256 KB.
-WALKED_TWICE = ((4096, (2048, 16)), (8192, (2048, 32)))
+WALKED_TWICE = ((8192, (2048, 16)),)
 WALKED_TWICE_LONGEST = (4096, 32)
 
 #: Registers of a thread there, at most: of 16 warps two programs fit on a multiprocessor, of 32 one.

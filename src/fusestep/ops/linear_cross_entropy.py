@@ -230,8 +230,8 @@ def linear_cross_entropy(
             rounded once more for each chunk, by at most 2⁻⁹ of an element's sum so far, and on a GPU the chunk's share
             as well, while torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True, as it is unless
             you say otherwise.
-        chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or as many as the
-            weight has if that is more.
+        chunk_tokens: tokens whose logits exist at a time; None for a rule: 2²⁸ bytes of logits, or a quarter of all up
+            to 2²⁹, or as many as the weight has, whichever is most.
         tp_group: ranks that share the vocabulary: weight (V / ranks, width) and bias are this rank's rows, in order.
             target and the loss are the same on all ranks, and so is x, whose gradient is added over them, unless
         sequence_parallel: x is this rank's slice of the sequence, along `sequence_dim`, and so is its gradient. No rank

@@ -30,8 +30,8 @@ from fusestep.ops.dtypes import dtype_name
 
 OP = "linear_cross_entropy"
 
-#: Bytes that a chunk's logits may have in any case.
-CHUNK_BYTES = 2**28
+#: Bytes that a chunk's logits may have in any case, and at most as a quarter of all.
+CHUNK_BYTES, QUARTER_BYTES = 2**28, 2**29
 
 #: Tokens in a chunk, and columns in a slice, are a multiple of this, as products like them.
 CHUNK_MULTIPLE = 128
@@ -50,11 +50,14 @@ def input_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunk_of(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> int:
-    """Tokens a chunk: its logits take CHUNK_BYTES, or where that is more, as much as the weight; chunks are even.
+    """Tokens a chunk, for chunks that are even.
 
+    Its logits take CHUNK_BYTES, or a quarter of all up to QUARTER_BYTES, or as much as the weight, whichever is most.
     So the weight's gradient, which is read and written once for each chunk, is not passed over too often.
     """
-    return _even(tokens, max(width, CHUNK_BYTES // (vocabulary * dtype.itemsize)))
+    of_token = vocabulary * dtype.itemsize
+    allowed = max(CHUNK_BYTES, min(QUARTER_BYTES, tokens * of_token // 4))
+    return _even(tokens, max(width, allowed // of_token))
 
 
 def slice_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:

@@ -282,11 +282,9 @@ class BackwardLaunch:
     ahead: bool = False
 
 
-#: Whether a row of more than 8192 columns, and at most twice as many, is walked in chunks;
-#: of how many columns; and the most bytes a column of all that is read, for the first level of the cache to hold it.
-IN_CHUNKS = True
-CHUNK = 4096
-CHUNKS_ITEMSIZE = 10
+#: Columns of a chunk, in which rows of more than 8192 columns and at most twice as many are walked, and the most bytes
+#: a column of all that is read there, for the first level of the cache to hold it.
+CHUNK, CHUNKS_ITEMSIZE = 4096, 10
 
 #: Bytes of shared memory for the tiles that are under way; every GPU since Ampere has at least 99 KiB a block.
 SHARED_MEMORY = 98304
@@ -299,10 +297,11 @@ def backward_launch(
 
     One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm: 0.70 and 0.77 at width 768, 0.87 and
     0.89 at 2048, 0.92 and 0.95 at 4096, 0.94 and 0.97 at 8192. Fewer stages, more programs or more warps each cost
-    0.02 to 0.2. At 16384 a row of RMSNorm still fits in the registers of 16 warps if the weight does not stay there:
-    0.84 (0.75 if it does). LayerNorm has two sums to keep, spills, and falls to 0.47 or lower; the wide kernels read
-    their rows twice from memory and reach 0.60. In chunks of 4096 columns the same 16 warps hold both sums and, while
-    it is loaded, all of a row and of the weight, without a spill (chunks of 2048 spill).
+    0.02 to 0.2. At 16384 columns 16 warps hold the sums of a whole row, in chunks of 4096 (2048 spill), without a
+    spill. Beside RMSNorm's one sum they also hold the next row while one is worked on: 0.93 (0.73 without, 0.84 with
+    the whole row as one block, whose weight is read again for each row). LayerNorm, with two sums, has it brought to
+    the L2 cache: 0.71 (0.67 without; 0.60 with the wide kernels, which read all rows twice from memory, and also at
+    12288 columns). 32 warps reach 0.66.
 
     Args:
         width: columns of a row.
@@ -315,7 +314,7 @@ def backward_launch(
     """
     itemsize += copy_itemsize
     block = 1 << max(width - 1, 0).bit_length()
-    if IN_CHUNKS and block == 16384 and itemsize + weight_itemsize <= CHUNKS_ITEMSIZE:
+    if block == 16384 and itemsize + weight_itemsize <= CHUNKS_ITEMSIZE:
         # Beside one sum there is room for the 16-bit values of a whole row, beside two there is not.
         return BackwardLaunch(CHUNK, 1, multiprocessors, 16, 1, chunks=True, ahead=not centred and itemsize == 4)
     if block <= 1024:

@@ -278,12 +278,15 @@ WIDEST_CENTRED_ROW = 8192
 def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLaunch:
     """The launch for rows of a width, of LayerNorm (`centred`) or RMSNorm.
 
-    One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm. At width 768 eight persistent
-    programs a multiprocessor, one warp each, with loads four tiles ahead and weight and bias kept in registers: 0.84
-    and 0.87 (0.73 and 0.82 with weight and bias read in the loop, where their loads join the pipeline); programs of
-    two or more warps lose a tenth, since it is instructions, not bytes, that bound narrow rows. From 2048 on one
-    program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192, 0.96 at 16384
-    (RMSNorm); other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in registers 0.06.
+    One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm. At width 768 twelve persistent
+    programs a multiprocessor, one warp each, with loads three tiles ahead and weight and bias kept in registers: 0.86
+    and 0.88 (eight with four tiles ahead: 0.84 and 0.88; 0.73 and 0.82 with weight and bias read in the loop, where
+    their loads join the pipeline); programs of two or more warps lose a tenth, since it is instructions, not bytes,
+    that bound narrow rows. Three parts of 256 columns, which leave no lane idle, with stores marked as streamed: 0.87
+    and 0.90; but what reads the rows next would not find them in the cache, and without the mark they gain nothing.
+    From 2048 on one program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192,
+    0.96 at 16384 (RMSNorm); other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in
+    registers 0.06.
 
     A LayerNorm row of 16384 in registers took 1.05 of what torch.compile took. In blocks of 4096 on 16 warps, the first
     pass marked as read again and the second as read for the last time, it took 0.99 (1.05 without the marks, 1.11 with
@@ -293,7 +296,7 @@ def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLa
     if block > (WIDEST_CENTRED_ROW if centred else WIDEST_ROW):
         return ForwardLaunch(4096 if block == 16384 else 8192, 1, None, 16)
     if block <= 1024:
-        return ForwardLaunch(block, min(128, 2048 // block), 8 * multiprocessors, 1, 4, reload=False)
+        return ForwardLaunch(block, min(128, 2048 // block), 12 * multiprocessors, 1, 3, reload=False)
     return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))
 
 
