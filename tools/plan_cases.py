@@ -143,7 +143,7 @@ def step_cases(result: Mapping[str, Any]) -> Iterator[Case]:
             batch=_BATCHES[row["model"]],
             precision=row["precision"],
             recipe="current" if "current" in name else "delayed",
-            weights="bf16" if "masters" in name else "fp32",
+            weights=row["weights"],
             remainders=row.get("remainders", False),
             loss="torch" if "torch's loss" in name else "fused",
             graph=True,

@@ -47,7 +47,7 @@ def test_every_kind_of_result_becomes_cases() -> None:
     rows = [{"kind": "weak", "ranks": ranks, "batch": 32 * ranks, "ms": 4.0 + ranks} for ranks in (1, 2)]
     here = {"gpu": "NVIDIA H200"}
     over_ranks = {"parallel": "fsdp", "precision": "bf16", "model": model, "environment": here, "rows": rows}
-    row = {"model": "c", "configuration": "fusestep fp8 delayed, masters", "precision": "fp8"}
+    row = {"model": "c", "configuration": "fusestep fp8 delayed, masters", "precision": "fp8", "weights": "bf16"}
     steps = {"part": "steps-c", "rows": [row | {"device_ms": 30.0, "peak_reserved_bytes": 9e9}, row | {"failed": "so"}]}
     recipe = {
         "form": "fused",
