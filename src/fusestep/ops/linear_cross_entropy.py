@@ -17,6 +17,7 @@ Source of the first way: Hsu et al. 2024, arXiv:2410.10989.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,6 +122,10 @@ class _Recomputing(torch.autograd.Function):
         return *found, None, None, None
 
 
+#: Whether the backward that runs may come again; a torch that does not tell leaves it open.
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
 class _InForward(torch.autograd.Function):
     """`upstream` times the sum of all losses, with its gradients computed in the forward; backward only scales them.
 
@@ -162,7 +167,7 @@ class _InForward(torch.autograd.Function):
         *gradients, rest = ctx.saved_tensors
         scale = dtotal if rest is None else dtotal * rest
         plain = ctx.call.plain and is_plain(dtotal)
-        is_last = plain and not torch._C._autograd._get_current_graph_task_keep_graph()
+        is_last = plain and not _keeps_graph()
 
         def scaled(gradient: Tensor, dtype: torch.dtype) -> Tensor:
             if is_last and gradient.dtype is dtype:
