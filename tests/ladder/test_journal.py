@@ -173,6 +173,7 @@ def test_a_rung_that_failed_stays_failed_and_is_not_asked_again(table: Table, tm
     ("task", "losses", "why", "asked"),
     [
         ("gate", [3.0, float("nan"), 2.0], "has a loss that is not finite at step 2", 1),
+        ("gate", [0.0, -0.0, 0.0], "has a loss of 0 at each of 3 steps, so nothing trains", 1),
         ("time", [3.0, 2.5, 2.0], "did not run: out of memory; lower --batch", None),
     ],
 )

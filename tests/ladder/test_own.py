@@ -101,6 +101,38 @@ def words():
     task.batch = lambda step, generator: ["a", "b"]
     return task
 
+def detached():
+    task = plain()
+    task.loss = lambda model, batch: model(batch["x"]).mean().detach()
+    return task
+
+def many_tokens():
+    task = plain()
+    task.tokens = "many"
+    return task
+
+def unseeded():
+    task = plain()
+    task.batch = lambda step, generator: {"x": torch.randn(5, 12), "half": [torch.ones(5)]}
+    return task
+
+def with_gaps():
+    task = plain()
+    loss, batch = task.loss, task.batch
+    task.loss = lambda model, batch: loss(model, batch["full"])
+    task.batch = lambda step, generator: {
+        "full": batch(step, generator), "gaps": torch.tensor(float("nan")), "mask": torch.tensor([True]), "said": step
+    }
+    return task
+
+def no_file():
+    task = plain()
+    task.batch = lambda step, generator: {}["no such file"]
+    return task
+
+def number():
+    return 7
+
 def wrong_shape():
     return Task(nn.Linear(7, 7))
 """
@@ -264,10 +296,15 @@ def test_tokens_are_ids_else_samples() -> None:
         ("counting", "gives other weights at every call"),
         ("frozen", "gives a model with nothing to train"),
         ("no_batches", "gives a Linear without a token embedding, so nothing is known of its batches"),
-        ("Half", r"gives a Half without batch, loss; let it return a torch.nn.Module, or an object with model"),
-        ("no_model", r"model of own_models:no_model\(\) is a str"),
+        ("Half", r"what \S+ gives is of type Half, without batch, loss; let it return a torch.nn.Module, or an object"),
+        ("no_model", r"model of own_models:no_model\(\) is of type str; let it be"),
         ("vector", r"the loss of own_models:vector is of shape \(5,\); return a tensor of one element"),
-        ("words", r"batch\(0, generator\) of own_models:words gives list without a tensor"),
+        ("words", r"batch\(0, generator\) of own_models:words gives no tensor \(list\); let it return"),
+        ("number", r"what own_models:number\(\) gives is of type int, without model, batch, loss"),
+        ("detached", r"the loss of own_models:detached has no gradient; let it come from the model's output"),
+        ("many_tokens", r"tokens of own_models:many_tokens\(\) is 'many'; let it be how many tokens"),
+        ("unseeded", r"batch\(0, generator\) of own_models:unseeded gives another batch when it is called again"),
+        ("no_file", r"batch\(0, generator\) of own_models:no_file fails \(KeyError: 'no such file', at \S+:\d+\);"),
         ("wrong_shape", r"the loss of own_models:wrong_shape fails \(RuntimeError: mat1 and mat2 shapes"),
         ("nothing", "own_models has no nothing"),
     ],
@@ -277,6 +314,10 @@ def test_what_a_factory_gets_wrong_is_one_sentence(name: str, message: str) -> N
         described(name)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("--model: ")
+
+
+def test_a_batch_that_is_the_same_again_may_hold_whatever_it_likes() -> None:
+    assert described("with_gaps", "adam").tokens == 5
 
 
 def test_batches_of_ones_own_have_their_own_size() -> None:

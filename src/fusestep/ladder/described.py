@@ -90,13 +90,19 @@ def _one_step(own: Own, model: nn.Module, weights: list[float], device: torch.de
             f"--model: {own.name}() gives other weights at every call, so rungs would not start alike; let its random "
             "numbers come from torch, numpy or random, which are seeded before each call."
         )
+    own.check_batches()
     batch = next(own.batches(device))
     loss_of = own.loss(Recipe())
     with FlopCounterMode(display=False) as counter, _Operands() as operands:
         loss = guarded(f"--model: the loss of {own.name} fails", lambda: loss_of(model, *batch))
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise UserError(f"--model: the loss of {own.name} is of {got}; return a tensor of one element to train on.")
+        if not loss.requires_grad:
+            raise UserError(
+                f"--model: the loss of {own.name} has no gradient; let it come from the model's output without "
+                "detach(), item() or torch.no_grad()."
+            )
         guarded(f"--model: the backward of {own.name} fails", loss.reshape(()).backward)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert own.task is not None

@@ -99,13 +99,23 @@ class Own:
         # A product with a large odd number spreads neighbouring steps over the generator's states.
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step * 2_654_435_761) % 2**63)
         task = self._task()
-        batch = guarded(f"--model: batch({step}, generator) of {self.name}", lambda: task.batch(step, generator))
+        batch = guarded(f"--model: batch({step}, generator) of {self.name} fails", lambda: task.batch(step, generator))
         if not any(isinstance(one, Tensor) for one in tree_leaves(batch)):
             raise UserError(
-                f"--model: batch({step}, generator) of {self.name} gives {type(batch).__name__} without a tensor; let "
+                f"--model: batch({step}, generator) of {self.name} gives no tensor ({type(batch).__name__}); let "
                 "it return tensors, or tuples, lists or dicts of them."
             )
         return batch
+
+    def check_batches(self) -> None:
+        """Raises: UserError where a step's batch does not depend on the step and its generator alone."""
+        one, other = (tree_leaves(self.sample(0)) for _ in range(2))
+        if len(one) != len(other) or not all(map(_is_same, one, other)):
+            raise UserError(
+                f"--model: batch(0, generator) of {self.name} gives another batch when it is called again, so rungs "
+                "would train on different data; let its random numbers come from the generator, and the rest from the "
+                "step."
+            )
 
     def _task(self) -> Task:
         if self.task is None:
@@ -123,15 +133,21 @@ class Own:
         lacking = [name for name in ("model", "batch", "loss") if not hasattr(made, name)]
         if lacking:
             raise UserError(
-                f"--model: {self.name}() gives a {type(made).__name__} without {', '.join(lacking)}; let it return "
-                "a torch.nn.Module, or an object with model, batch(step, generator) and loss(model, batch)."
+                f"--model: what {self.name}() gives is of type {type(made).__name__}, without {', '.join(lacking)}; let "
+                "it return a torch.nn.Module, or an object with model, batch(step, generator) and loss(model, batch)."
             )
         if not isinstance(made.model, nn.Module):
             raise UserError(
-                f"--model: model of {self.name}() is a {type(made.model).__name__}; let it be a torch.nn.Module."
+                f"--model: model of {self.name}() is of type {type(made.model).__name__}; let it be a torch.nn.Module."
             )
         if self._batch is not None:
             raise UserError(f"--batch is {self._batch}, but {self.name}() makes its own batches; leave --batch out.")
+        stated = getattr(made, "tokens", None)
+        if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int) or stated < 1):
+            raise UserError(
+                f"--model: tokens of {self.name}() is {stated!r}; let it be how many tokens a batch counts as, a whole "
+                "number of at least 1, or leave it out."
+            )
         task: Task = made
         return task
 
@@ -175,6 +191,14 @@ class LanguageModel:
         output = model(batch["tokens"])
         logits = getattr(output, "logits", output)
         return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two tensors hold the same bits, NaN among them; what else is in a batch is not looked at."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.layout is not torch.strided:
+        return True
+    bits = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
 
 
 def _vocabulary(model: nn.Module) -> int | None:
@@ -227,8 +251,8 @@ def tokens_of(task: Task, batch: Any) -> int:
     """What a batch counts as: the task's `tokens`, else the size of its first tensor of whole numbers with two or more
     dimensions, else its samples.
     """
-    stated = getattr(task, "tokens", None)
-    if isinstance(stated, int) and stated > 0:
+    stated: int | None = getattr(task, "tokens", None)
+    if stated is not None:
         return stated
     tensors = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
     whole = [one for one in tensors if one.dim() > 1 and not one.is_floating_point()]

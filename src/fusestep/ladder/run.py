@@ -51,8 +51,8 @@ def ladder(
         resume: go on with what the folder holds, of the same config on the same machine.
 
     Raises: UserError for a config that cannot be, or that is not the one to go on with, before anything runs; and where
-        the first rung does not run or has no finite loss, as soon as that is known, with nothing kept: every other is
-        judged by it and compared with it.
+        the first rung does not run, has no finite loss or one that is always 0, as soon as that is known, with nothing
+        kept: every other is judged by it and compared with it.
     """
     planned = plan(config or LadderConfig(), rungs)
     here = environment.describe(torch.device(planned.device))
@@ -92,6 +92,10 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
             wrong = next((step for step, loss in enumerate(curve, start=1) if not math.isfinite(loss)), None)
             if wrong is not None and asked.key == f"gate: {first}":
                 raise _without_first(journal, first, f"has a loss that is not finite at step {wrong}")
+            if reply.done is not None and gate.is_all_zero(curve) and asked.key == f"gate: {first}":
+                raise _without_first(
+                    journal, first, f"has a loss of 0 at each of {len(curve)} steps, so nothing trains"
+                )
             journal.keep({asked.key: reply})
             return reply.done
 
