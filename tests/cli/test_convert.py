@@ -101,8 +101,14 @@ def test_a_factory_may_be_a_method_or_the_model_itself(capsys: pytest.CaptureFix
         (("my_models:none",), "gives int; let it return a torch.nn.Module."),
         (("my_models:hungry",), "missing 1 required positional argument: 'size'"),
         (("my_models:factory", "--fp8", "int8"), "--fp8 is 'int8'; choose one of delayed, current, block, mxfp8."),
-        (("my_models:factory", "--fp8-keep-blocks", "-1", "0"), "fp8_keep_blocks is (-1, 0)"),
-        (("my_models:factory", "--fp8-skip", "2"), "but fp8 is None; pass fp8 too"),
+        (
+            ("my_models:factory", "--fp8-keep-blocks", "-1", "0"),
+            "convert: --fp8-keep-blocks is -1 0; pass two numbers of at least 0",
+        ),
+        (
+            ("my_models:factory", "--fp8-skip", "2"),
+            "convert: --fp8-skip names linear layers that FP8 leaves, and --fp8 is not given; pass it",
+        ),
     ],
 )
 def test_what_leads_to_no_model_is_one_sentence(

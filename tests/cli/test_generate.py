@@ -329,13 +329,14 @@ def test_weights_in_fp8_are_told_in_words_and_keep_what_was_learnt(fusestep: Any
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--seed", "-1"], "--seed is -1; give an integer from 0 to 2^63 - 1."),
         (["--precision", "int8"], "--precision is 'int8'; choose one of auto, fp32, bf16, fp16, fp8"),
         (["--recipe", "delay", "--precision", "fp8"], "--recipe is 'delay'; choose one of delayed, current"),
         (["--fp8-format", "e5m2", "--precision", "fp8"], "--fp8-format is 'e5m2'; choose one of auto, hybrid, e4m3"),
         (["--recipe", "block"], "--recipe is block and the precision is fp32; pass --precision fp8 or --fp8-weights"),
     ],
 )
-def test_settings_of_fp8_that_cannot_be_are_one_sentence(
+def test_settings_that_cannot_be_are_one_sentence(
     fusestep: Any, arithmetic_run: Path, arguments: list[str], sentence: str
 ) -> None:
     status, out, err = fusestep(arithmetic_run, *arguments)

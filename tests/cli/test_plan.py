@@ -122,7 +122,11 @@ def test_recipes_take_what_they_were_measured_to_take(capsys: pytest.CaptureFixt
     [
         (("--preset", "huge"), "--preset is 'huge'; choose one of tiny, mini"),
         (("--gpus", "8"), "--gpus is 8 and --parallel none is for one; pass --parallel ddp"),
-        (("--gpus", "8", "--parallel", "tp=3"), "no multiple of the 3 ranks"),
+        (
+            ("--gpus", "8", "--parallel", "tp=3"),
+            "of the 3 ranks that --parallel tp=3 puts together; pass --gpus 6 or 9, or divisors of 8",
+        ),
+        (("--parallel", "fsdp", "--context-parallel", "2"), "--context-parallel 2 put together; pass --gpus 2, or div"),
         (("--gpus", "8", "--parallel", "tp=8"), "which do not divide the model's heads 12"),
         (("--gpus", "8", "--parallel", "pp=8"), "of which 'pp=8' cannot be"),
         (("--gpus", "8", "--parallel", "ddp", "--batch", "12"), "8 groups of ranks cannot share evenly; pass 8 or 16"),

@@ -345,6 +345,11 @@ def test_load_model_names_what_holds_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     with pytest.raises(UserError, match=r"model\.pt holds no checkpoint"):
         load_model(tmp_path / "model.pt")
+    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"checkpoints holds the checkpoints of a run; name the run's folder, \S+run, or"
+    ):
+        load_model(tmp_path / "run" / "checkpoints")
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_copied(tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ def command(
     if fp8 is not None and fp8 not in get_args(RecipeName):
         raise UserError(f"--fp8 is {fp8!r}; choose one of {', '.join(get_args(RecipeName))}.")
     recipe = None if fp8 is None else recipe_named(cast(RecipeName, fp8))
+    if min(fp8_keep_blocks) < 0:
+        raise UserError(f"--fp8-keep-blocks is {' '.join(map(str, fp8_keep_blocks))}; pass two numbers of at least 0.")
+    if recipe is None and (fp8_skip or any(fp8_keep_blocks)):
+        option = "--fp8-skip" if fp8_skip else "--fp8-keep-blocks"
+        raise UserError(f"{option} names linear layers that FP8 leaves, and --fp8 is not given; pass it too.")
     report = convert(
         built_model("--model", model),
         skip=skip or (),

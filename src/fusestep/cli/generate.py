@@ -121,6 +121,8 @@ def command(
     A model generates in the precision that it was trained in: one trained in FP8 under its own recipe, with the scales
     that it has learnt.
     """
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed is {seed}; give an integer from 0 to 2^63 - 1.")
     target = hardware.device_named(device)
     checkpoint = find(run)
     computing = _computing(checkpoint, precision, recipe, fp8_format, fp8_weights=fp8_weights)
@@ -130,7 +132,7 @@ def command(
     if tokens is None:
         tokens = _NEW_BYTES if isinstance(vocabulary, Bytes) else _NEW_NUMBERS
     # On the CPU, so that a seed draws the same numbers whatever the device.
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    generator = torch.Generator().manual_seed(seed)
     with computing.region(target):
         rows = generate(model, prompts, tokens, temperature=temperature, top_k=top_k, generator=generator)
     samples = []

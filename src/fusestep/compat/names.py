@@ -13,6 +13,7 @@ sentence names it, what to use instead, and whether it is planned; `hasattr` say
 
 from __future__ import annotations
 
+import difflib
 import dis
 import importlib
 import sys
@@ -26,11 +27,8 @@ from fusestep.compat.report import not_served, sentence
 #: For each name: what to use instead, and whether it is planned.
 NotServed = Mapping[str, tuple[str, bool]]
 
-#: Of names that no table has.
-_UNKNOWN = (
-    "it is not among the names that fusestep knows, which docs/apex.md and docs/transformer-engine.md list",
-    False,
-)
+#: How many of a module's names are told to those who ask it for one that nobody knows: the most alike.
+_TOLD = 8
 
 #: What the modules that were imported do not serve, by their names.
 _tables: dict[str, NotServed] = {}
@@ -53,7 +51,7 @@ def module_getattr(module: str, table: NotServed, submodules: tuple[str, ...] = 
         if name in submodules:
             return importlib.import_module(f"{module}.{name}")
         full = f"{module}.{name}"
-        instead, planned = table.get(name, _UNKNOWN)
+        instead, planned = table.get(name) or _unknown(module, name)
         # A module that is being imported, in a circle, is not an attribute yet; the statement itself looks for it.
         if full not in sys.modules and _is_import(sys._getframe(1)):
             raise not_served(full, instead, planned, ImportError)
@@ -70,6 +68,16 @@ def forget() -> None:
     _tables.clear()
     if _Refusal in sys.meta_path:
         sys.meta_path.remove(_Refusal)
+
+
+def _unknown(module: str, name: str) -> tuple[str, None]:
+    """What is said of a name that no table has: what is there instead."""
+    there = sorted(getattr(sys.modules.get(module), "__all__", ()))
+    told = difflib.get_close_matches(name, there, _TOLD, cutoff=0.0) if len(there) > _TOLD else there
+    more = f" and {len(there) - len(told)} more" if len(told) < len(there) else ""
+    has = f": {module} has {', '.join(told)}{more}" if told else ""
+    known = "it is not among the names that fusestep knows"
+    return f"{known}{has}; docs/apex.md and docs/transformer-engine.md list them all", None
 
 
 def _is_import(frame: FrameType) -> bool:
@@ -91,7 +99,9 @@ class _Refusal:
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG003
         parent, _, name = fullname.rpartition(".")
         is_below_ours = parent and parent.partition(".")[0] in _tables
-        entry = _tables.get(parent, {}).get(name, _UNKNOWN if is_below_ours else None)
+        entry = _tables.get(parent, {}).get(name)
+        if entry is None and is_below_ours:
+            entry = _unknown(parent, name)
         if entry is not None and not _is_question(sys._getframe(1)):
             # Without the module's name in it: with it, `from package import module` would pass over the exception.
             raise not_served(fullname, *entry, ModuleNotFoundError)

@@ -97,24 +97,24 @@ def package(name: str, who: str) -> None:
 
 
 def not_served(
-    name: str, instead: str, planned: bool = False, kind: type[Exception] = NotImplementedError
+    name: str, instead: str, planned: bool | None = False, kind: type[Exception] = NotImplementedError
 ) -> Exception:
     """The exception for a name, or a value of an argument, that is not served, noted for the report.
 
     Args:
         name: with its module, and the argument where it is one: `apex.optimizers.FusedAdam(amsgrad=True)`.
         instead: what to use, as a clause: `use torch.optim.Adam(amsgrad=True)`.
-        planned: whether fusestep will serve it.
+        planned: whether fusestep will serve it; None where it is no name of the library's.
         kind: ImportError for modules and imported names, AttributeError for names, NotImplementedError on use.
     """
     _note("refused", name, instead)
     return kind(sentence(name, instead, planned))
 
 
-def sentence(name: str, instead: str, planned: bool) -> str:
+def sentence(name: str, instead: str, planned: bool | None) -> str:
     """The one sentence that says what is not served, what to use instead, and whether it will be."""
-    when = "it is planned" if planned else "it is not planned"
-    return f"fusestep does not serve {name}; {instead} ({when})."
+    when = "" if planned is None else " (it is planned)" if planned else " (it is not planned)"
+    return f"fusestep does not serve {name}; {instead}{when}."
 
 
 def snapshot() -> Report:

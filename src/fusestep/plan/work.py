@@ -169,10 +169,14 @@ class Layout:
         ranks = work.gpus
         if parallel.is_alone and ranks > 1:
             raise UserError(f"--gpus is {ranks} and --parallel none is for one; pass --parallel ddp, fsdp or the like.")
-        if ranks % (work.context_parallel * parallel.tensor):
+        together = work.context_parallel * parallel.tensor
+        if ranks % together:
+            by_context = "" if work.context_parallel == 1 else f" and --context-parallel {work.context_parallel}"
+            below = ranks - ranks % together
             raise UserError(
-                f"--gpus is {ranks}, no multiple of the {work.context_parallel * parallel.tensor} ranks that "
-                f"--parallel {work.parallel} and --context-parallel {work.context_parallel} put together."
+                f"--gpus is {ranks}, no multiple of the {together} ranks that --parallel {work.parallel}{by_context} "
+                f"{'put' if by_context else 'puts'} together; pass --gpus {f'{below} or ' if below else ''}"
+                f"{below + together}, or divisors of {ranks}."
             )
         # The ranks of one sequence count as data ranks to those who shard or average.
         holders = parallel.data_ranks(ranks)

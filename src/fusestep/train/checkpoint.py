@@ -326,6 +326,11 @@ def find(path: str | Path) -> Checkpoint:
         return read(path)
     found = newest(path) if path.is_dir() else None
     if found is None:
+        run = path.absolute().parent
+        if path.is_dir() and path.absolute().name == FOLDER and complete(run):
+            raise UserError(
+                f"{path} holds the checkpoints of a run; name the run's folder, {path.parent}, or one of them."
+            )
         raise UserError(f"{path} holds no checkpoint; name a run's folder or one of its checkpoints.")
     return found
 

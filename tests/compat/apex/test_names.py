@@ -114,6 +114,23 @@ def test_importing_a_name_that_nobody_knows_says_whose_it_is(statement: str) -> 
         exec(statement, {})
 
 
+@pytest.mark.parametrize(
+    ("statement", "there"),
+    [
+        ("import apex.optimiser", ": apex has .*optimizers.* and 1 more; docs/apex.md"),
+        ("from apex.contrib.clip_grad import clip_grad_norm", ": apex.contrib.clip_grad has clip_grad_norm_; docs"),
+        (
+            "import transformer_engine.pytorch.Linear",
+            ": transformer_engine.pytorch has Linear, .* and [0-9]+ more; docs",
+        ),
+    ],
+)
+def test_a_name_that_nobody_knows_is_told_what_is_there_instead(statement: str, there: str) -> None:
+    with pytest.raises(ImportError, match=there) as caught:
+        exec(statement, {})
+    assert "planned" not in str(caught.value)
+
+
 def test_asking_for_a_module_that_nobody_knows_is_answered() -> None:
     assert importlib.util.find_spec("apex.nothing") is None
     assert not hasattr(importlib.import_module("apex"), "nothing")
