@@ -284,7 +284,10 @@ def test_two_gpus_are_judged_and_all_cases_shown_with_what_failed(tmp_path: Path
         ranks_row("ddp", 39.0, mode="eager", efficiency=0.9),
         ranks_row("fsdp", 30.0, kind="strong"),
         ranks_row("tp=2", 70.0, exposed_ms=None, over_native=None, fallback="it waits"),
-        {**ranks_row("tp=2,sp", 1.0), "failed": "Traceback\nrank 0 and 1 gave no answer within 100 s"},
+        {
+            **ranks_row("tp=2,sp", 1.0),
+            "failed": "Traceback\nrank 0 and 1 gave no answer within 100 s\nframe #1: x",
+        },
     ]
     for part, of_it in (("ranks-b", rows), ("ranks-a", [{**rows[1], "configuration": "A"}])):
         document = {"part": part, "rows": of_it, "environment": HERE, "peers": {}}

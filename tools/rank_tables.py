@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fusestep.ladder.last_words import last_words
+
 Data = dict[str, Any]
 
 PART = "ranks-"
@@ -30,7 +32,7 @@ def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
             continue
         name = "/".join((f"{PART}{row['configuration'].lower()}", *_words(row)[1:]))
         if "failed" in row:
-            found[name] = (", ".join(_words(row)), f"failed: {row['failed'].strip().splitlines()[-1][-200:]}")
+            found[name] = (", ".join(_words(row)), f"failed: {last_words(row['failed'])}")
         elif row["fallback"] is not None:
             found[name] = (", ".join(_words(row)), f"not captured: {row['fallback']}")
     return found

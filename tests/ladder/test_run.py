@@ -14,6 +14,7 @@ import torch
 from fusestep.errors import UserError
 from fusestep.fp8 import support
 from fusestep.ladder import Ladder, LadderConfig, ladder, processes
+from fusestep.ladder.paths import relative
 from fusestep.ladder.plan import BATCH, plan
 from fusestep.ladder.processes import Workers
 from fusestep.ladder.run import orders_of_rounds
@@ -170,6 +171,37 @@ def test_a_worker_that_cannot_start_says_why() -> None:
     with Workers([sys.executable, "-c", "raise SystemExit('no torch here')"]) as workers:
         reply = workers.run(plan(SMALL).request(recipe_of("adam")))
     assert reply.failed == "its process ended with status 1: no torch here."
+
+
+def test_what_a_crash_leaves_names_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python's own code, of a package, of ours and of the working folder, in the log and in the sentence."""
+    (tmp_path / "mine.py").write_text(
+        "import json, sys, torch, fusestep.factory as factory\n"
+        "def object_pairs_hook(pairs):\n"
+        "    torch.utils.data.DataLoader([1, 2], collate_fn=fail).__iter__().__next__()\n"
+        "def fail(batch):\n"
+        "    raise OSError(2, 'no', __file__)\n"
+        "if __name__ == '__main__':\n"
+        "    input()\n"
+        "    print('x' * 9000 + '\\n' + __file__ + ' is not in /elsewhere' + __file__, file=sys.stderr)\n"
+        "    json.loads('{\"a\": 1}', object_pairs_hook=object_pairs_hook)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with Workers([sys.executable, str(tmp_path / "mine.py")]) as workers:
+        reply = workers.run(plan(SMALL).request(recipe_of("adam")))
+    assert reply.failed == "its process ended with status 1: FileNotFoundError: [Errno 2] no: 'mine.py'."
+    for line in ('File "mine.py", line 9', 'File "json/__init__.py"', 'File "torch/utils/data/dataloader.py"'):
+        assert line in reply.log
+    assert 'File "/' not in reply.log
+    assert reply.log.startswith(f"mine.py is not in /elsewhere{tmp_path}/mine.py\n")
+
+
+def test_a_path_below_home_is_told_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    said = "left /home/someone/.triton/cache and /mnt/home/someone/data"
+    assert relative(said) == "left ~/.triton/cache and /mnt/home/someone/data"
+    monkeypatch.setenv("HOME", "/")
+    assert relative(said) == said
 
 
 def test_a_profiler_that_ends_its_process_leaves_its_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,5 +168,6 @@ def judge(
         deviation,
         tolerance,
         noise,
-        f"its loss after {len(curve)} steps is {_away(loss, deviation, of_rung_1, reference, scale)}; allowed is {limit}",
+        f"its loss after {len(curve)} steps is {_away(loss, deviation, of_rung_1, reference, scale)}; allowed is "
+        f"{limit}",
     )

@@ -133,8 +133,9 @@ class Own:
         lacking = [name for name in ("model", "batch", "loss") if not hasattr(made, name)]
         if lacking:
             raise UserError(
-                f"--model: what {self.name}() gives is of type {type(made).__name__}, without {', '.join(lacking)}; let "
-                "it return a torch.nn.Module, or an object with model, batch(step, generator) and loss(model, batch)."
+                f"--model: what {self.name}() gives is of type {type(made).__name__}, without {', '.join(lacking)}; "
+                "let it return a torch.nn.Module, or an object with model, batch(step, generator) and loss(model, "
+                "batch)."
             )
         if not isinstance(made.model, nn.Module):
             raise UserError(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusestep.ladder.paths import relative
 from fusestep.ladder.request import Request
 from fusestep.ladder.worker import FORKS, failure
 
@@ -34,6 +35,16 @@ class Reply:
     failed: str | None = None
     log: str = ""
     is_late: bool = False
+
+
+def _shareable(reply: Reply) -> Reply:
+    """The reply with paths in what its process said that are the same on any machine."""
+    done = reply.done
+    if done is not None and done.get("unprofiled"):
+        done = {**done, "unprofiled": relative(done["unprofiled"])}
+    return replace(
+        reply, done=done, failed=None if reply.failed is None else relative(reply.failed), log=relative(reply.log)
+    )
 
 
 class Workers:
@@ -76,7 +87,7 @@ class Workers:
         line = process.stdout.readline()
         if timer is not None:
             timer.cancel()
-        reply = Reply(**json.loads(line)) if line else self._failed(process)
+        reply = _shareable(Reply(**json.loads(line)) if line else self._failed(process))
         if is_late.is_set() and not line:
             reply = replace(reply, failed=f"it took longer than {limit_s:g} s.", is_late=True)
         if not (line and FORKS) or is_late.is_set():

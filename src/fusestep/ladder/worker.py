@@ -264,7 +264,9 @@ def failure(code: int, log: str) -> dict[str, Any]:
     else:
         why, words = f"its process ended with status {code}", last_words(log)
     why += f": {words.rstrip('.')}" if words else ""
-    return {"failed": why + ".", "log": log[-_LOG_CHARACTERS:]}
+    kept = log[-_LOG_CHARACTERS:]
+    # From the start of a line: half a path could not be told from another.
+    return {"failed": why + ".", "log": kept if len(kept) == len(log) else kept.partition("\n")[2] or kept}
 
 
 def _end_with_parent(parent: int) -> None:
