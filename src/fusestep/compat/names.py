@@ -99,7 +99,7 @@ class _Refusal:
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG003
         parent, _, name = fullname.rpartition(".")
         is_below_ours = parent and parent.partition(".")[0] in _tables
-        entry = _tables.get(parent, {}).get(name)
+        entry: tuple[str, bool | None] | None = _tables.get(parent, {}).get(name)
         if entry is None and is_below_ours:
             entry = _unknown(parent, name)
         if entry is not None and not _is_question(sys._getframe(1)):
