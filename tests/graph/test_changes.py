@@ -299,7 +299,7 @@ def test_random_numbers_of_the_host(drawing: str) -> None:
 def test_a_buffer_on_the_host_that_changes() -> None:
     model = Model()
     model.register_buffer("count", torch.zeros((), device="cpu"))
-    host = watch.HostState(model, FusedAdam(model.parameters()), torch.device("cuda", 0))
+    host = watch.HostState(model.modules(), FusedAdam(model.parameters()), torch.device("cuda", 0))
     assert host.changed() is None
     model.get_buffer("count").add_(1)
     assert str(host.changed()).startswith("it changes 'count' of Model on the host")

@@ -7,7 +7,7 @@ as they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from itertools import chain
 from operator import call, is_, itemgetter
@@ -33,9 +33,9 @@ class Attributes:
         self._written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.remember(())
 
-    def remember(self, modules: Iterable[nn.Module]) -> None:
-        """From now on these modules' attributes are to stay as they are."""
-        self._modules = list(modules)
+    def remember(self, modules: Iterable[nn.Module], named: Set[str] = frozenset()) -> None:
+        """From now on these modules' attributes are to stay as they are, and private ones of the names `named`."""
+        self._modules, self._named = list(modules), named
         self._known = [self._compared(module) for module in self._modules]
         #: How many attributes of any kind there are: a new one may hide that of the class.
         self._sizes = [len(vars(module)) for module in self._modules]
@@ -46,16 +46,16 @@ class Attributes:
     @contextmanager
     def running(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Around a run of the step's Python: what modules write in their plain attributes meanwhile is their own."""
-        before = [(module, _plain(module)) for module in modules]
+        before = [(module, self._plain(module)) for module in modules]
         try:
             yield
         finally:
             for module, values in before:
-                found = _plain(module)
+                found = self._plain(module)
                 written = {name for name in found if name in values and found[name] != values[name]}
                 if written:
                     self._written.setdefault(module, set()).update(written)
-            self.remember(self._modules)
+            self.remember(self._modules, self._named)
 
     def changed(self) -> str | None:
         """What changed, in words."""
@@ -68,7 +68,7 @@ class Attributes:
         for module, known, size in zip(self._modules, self._known, self._sizes, strict=True):
             if (name := self._changed_in(module, known, size)) is not None:
                 return f"the attribute {name!r} of {type(module).__name__}"
-        self.remember(self._modules)  # equal, though not the same objects
+        self.remember(self._modules, self._named)  # equal, though not the same objects
         return None
 
     def _found(self, dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
@@ -89,8 +89,11 @@ class Attributes:
 
     def _compared(self, module: nn.Module) -> dict[str, Any]:
         written = self._written.get(module, ())
-        return {name: value for name, value in _plain(module).items() if name not in written}
+        return {name: value for name, value in self._plain(module).items() if name not in written}
 
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in PLAIN and not name.startswith("_")}
+    def _plain(self, module: nn.Module) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if type(value) in PLAIN and (not name.startswith("_") or name in self._named)
+        }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from fusestep.fp8.held import Copies, Part, part_of, revision
 from fusestep.fp8.settled import Versions, holding, unwritten, versions
 from fusestep.fp8.state import Slots
 from fusestep.graph.attributes import Attributes
+from fusestep.graph.outside import Outside
 from fusestep.nn.fp8_module import FP8Module
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Baked:
     def __init__(self, step: TrainStep) -> None:
         self._owner = weakref.ref(step)  # a cycle would keep the graphs' memory until Python looks for cycles
         self._attributes = Attributes()
+        self._outside = Outside(step)
         self.forget()
 
     @property
@@ -68,6 +70,7 @@ class Baked:
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[Tensor] = []
         self._attributes.remember(())
+        self._outside.forget()
         self._are_sharded = False
         self._objects: list[list[Any]] = []
         self._values: list[Any] = []
@@ -84,11 +87,12 @@ class Baked:
         if self._is_held:
             return
         self._is_held = True
-        model = self._step.model
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        self._buffers = list(model.buffers())
+        self._outside.remember()
+        self._modules = self.modules()
+        self._parameters = list(dict.fromkeys(p for one in self._modules for p in one.parameters(recurse=False)))
+        self._buffers = list(dict.fromkeys(b for one in self._modules for b in one.buffers(recurse=False)))
         self._casting = [module for module in self._modules if isinstance(module, FP8Module)]
-        self._attributes.remember(self._modules)
+        self._attributes.remember(self._modules, self._outside.names)
         self._are_sharded = any_dtensor(self._parameters)
         self._objects = [[*_flat(parts)] for _, parts in self._found_objects()]
         self._values = [values for _, values in self._found_values()]
@@ -102,8 +106,8 @@ class Baked:
         for (what, parts), objects in zip(self._found_objects(), self._objects, strict=True):
             if not all(map(is_, _flat(parts), objects)):
                 return what
-        if (what_attribute := self._attributes.changed()) is not None:
-            return what_attribute
+        if (what_else := self._attributes.changed() or self._outside.changed()) is not None:
+            return what_else
         for (what, found), known in zip(self._found_values(), self._values, strict=True):
             if found != known:
                 return what
@@ -120,9 +124,20 @@ class Baked:
             self._revision = revision()
         return "a scale of FP8, which is gone" if self._has_lost_a_scale() else None
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """Around a run of the step's Python: what modules write in their plain attributes meanwhile is their own."""
-        return self._attributes.running(self._step.model.modules())
+        with self._attributes.running(self.modules()), self._outside.running():
+            yield
+
+    def modules(self) -> list[nn.Module]:
+        """The model's modules, and those that loss_fn has from elsewhere."""
+        found = chain(self._step.model.modules(), *(one.modules() for one in self._outside.modules()))
+        return list(dict.fromkeys(found))
+
+    def numbers_outside(self) -> dict[tuple[str, str], Any]:
+        """Plain values that loss_fn reads from elsewhere, by (who reads it, its expression)."""
+        return self._outside.numbers()
 
     def current_copies(self) -> Held:
         """The copies of weights that a capture of now would read."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusestep.errors import UserError
+from fusestep.graph.attributes import PLAIN
 
 
 class Batch:
@@ -66,6 +69,12 @@ class Batch:
 
     def unfit(self) -> str | None:
         """Why a graph cannot be fed such batches, or None."""
+        for leaf in self._leaves:
+            if type(leaf) not in PLAIN and not isinstance(leaf, Tensor) and not _is_told_apart(leaf):
+                return (
+                    f"a batch has a {type(leaf).__name__}, which is equal to itself whatever is written in it; pass "
+                    "the tensors and numbers that loss_fn reads of it"
+                )
         for tensor in self.tensors:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -107,8 +116,27 @@ def _is_comparable(leaf: Any) -> bool:
     return not any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
 
 
+def _is_told_apart(leaf: Any) -> bool:
+    """Whether the kind of a batch tells when loss_fn would read something else in a value."""
+    if isinstance(leaf, FunctionType):
+        return leaf.__closure__ is None and leaf.__defaults__ is None and leaf.__kwdefaults__ is None
+    return all(type(value) in PLAIN for value in _state(leaf).values())
+
+
+def _state(leaf: Any) -> dict[str, Any]:
+    """What may be written in a value that is equal to itself alone."""
+    kind: Any = type(leaf)
+    if kind.__eq__ is not object.__eq__ or isinstance(leaf, (type, Enum, FunctionType)):
+        return {}
+    tables = [vars(base).items() for base in kind.__mro__ if "__slots__" in vars(base)]
+    slots = [name for table in tables for name, value in table if isinstance(value, MemberDescriptorType)]
+    return {name: getattr(leaf, name) for name in slots if hasattr(leaf, name)} | getattr(leaf, "__dict__", {})
+
+
 def _kind(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        return leaf.shape, leaf.dtype, strides, leaf.requires_grad
+    if type(leaf) in PLAIN:
         return type(leaf), leaf  # 1 and True are equal
-    strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
-    return leaf.shape, leaf.dtype, strides, leaf.requires_grad
+    return type(leaf), leaf, *((name, type(value), value) for name, value in _state(leaf).items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ def attempt(
     take: Callable[[Batch], Tensor],
     batch: Batch,
     model: nn.Module,
+    modules: Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     pool: Any,
@@ -44,6 +45,7 @@ def attempt(
 
     Args:
         take: takes a step with a batch, and returns its loss.
+        modules: whose buffers stay where they are, the model's among them.
         batch: on the `device`; the graph reads copies of its tensors.
         pool: of the graph's memory.
         stream: to capture on.
@@ -52,7 +54,7 @@ def attempt(
     """
     inputs = [part.detach().clone().requires_grad_(part.requires_grad) for part in batch.tensors]
     model.zero_grad()  # a graph that adds to gradients of before would write where they were for ever
-    graph, places = torch.cuda.CUDAGraph(), Places(model, optimizer)
+    graph, places = torch.cuda.CUDAGraph(), Places(modules, optimizer)
     failure: BaseException | None = None
     # thread_local: a loader's thread that pins memory meanwhile is no part of this.
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")

@@ -8,7 +8,8 @@ holds all launches of a step and starts them at once. What has to be right for t
    memory behind that the graph could have had (segments.py).
 2. Then the step is captured: Python runs once more, launching nothing, and the graph takes the step's place. From here
    on a call copies its batch to where the graph reads it, replays, and returns a copy of the loss.
-3. What the graph has baked in is compared before each replay (baked.py): modules, their plain attributes and hooks,
+3. What the graph has baked in is compared before each replay (baked.py, and outside.py for what loss_fn reads that is
+   neither the model's nor the batch's): modules, their plain attributes and hooks,
    parameters and buffers (which, where, trained or not), the optimizer's options and state, and that slots of FP8 which
    had a scale at the capture still have one (fp8/settled.py): their casts were captured without the pass that looks for
    an amax. Where it changed, the graphs are dropped and the step warms up and captures anew. A learning rate may change
@@ -24,7 +25,6 @@ Source: PyTorch documentation, "CUDA Graphs" (whole-network capture).
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 import weakref
@@ -43,6 +43,7 @@ from fusestep.graph import ranks, segments
 from fusestep.graph.baked import Baked
 from fusestep.graph.batch import Batch
 from fusestep.graph.capture import Capture, attempt
+from fusestep.graph.checks import check_built, check_trains, has_gradient
 from fusestep.graph.rates import Rates
 from fusestep.graph.shapes import Shape, Shapes
 from fusestep.graph.watch import HostState, waits
@@ -83,7 +84,9 @@ class TrainStep:
             compared; those of other kinds, such as a list, are not: after changing one call `reset()`.
         loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
             must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
-            no graph can hold. In replays no Python runs, neither it nor hooks.
+            no graph can hold. In replays no Python runs, neither it nor hooks. Numbers, tensors and modules that it
+            reads from outside, such as a loss's weight in a closure or in a trainer, are compared too (reach.py says
+            how far): a change is a new capture.
         optimizer: one of fusestep.optim (made `capturable` if it is not), or any whose step does not wait for the
             device: torch.optim.AdamW(capturable=True) and the like. Its gradients and the model's are None after a
             call.
@@ -102,7 +105,8 @@ class TrainStep:
         captures: what each capture cost, in their order.
         fallback: why steps run one launch at a time, or None.
 
-    Raises: UserError for options out of range, models on several devices, optimizers that need a closure.
+    Raises: UserError for options out of range or of another kind, models on several devices, optimizers that need a
+        closure.
     """
 
     def __init__(
@@ -122,12 +126,15 @@ class TrainStep:
         for name, number in (("accumulate", accumulate), ("max_graphs", max_graphs)):
             if not isinstance(number, int) or number < 1:
                 raise UserError(f"TrainStep: {name} is {number!r}; pass a whole number of at least 1.")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise UserError(
-                f"TrainStep: {type(optimizer).__name__} takes several gradients in a step, by a closure; pass an "
-                "optimizer that takes one, as torch.optim.AdamW does."
-            )
+        check_built(
+            model,
+            loss_fn,
+            optimizer,
+            autocast=autocast,
+            fp8_recipe=fp8_recipe,
+            scaler=scaler,
+            before=before,
+        )
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -149,6 +156,7 @@ class TrainStep:
         self._stream: torch.cuda.Stream | None = None
         self._optimizer_stream: torch.cuda.Stream | None = None
         self._is_aside = False
+        self._has_trained = False  # a parameter of the optimizer once got a gradient
         self._is_wanted = capture
         if capture:
             self._prepare()
@@ -162,8 +170,8 @@ class TrainStep:
                 and is part of the graph.
         Returns: the loss, 0-d, on the model's device, without a gradient.
         Raises: UserError for a loss of several elements or without a gradient, batches that cannot be cut into
-            micro-batches or come with a history, gradients that are there already. Where loss_fn raises nothing is
-            stepped, and no gradient stays.
+            micro-batches or come with a history, gradients that are there already, and an optimizer none of whose
+            parameters gets a gradient. Where loss_fn raises nothing is stepped, and no gradient stays.
         """
         given = Batch(batch)
         self._check_gradients()
@@ -212,8 +220,7 @@ class TrainStep:
     # One step
 
     def _check_gradients(self) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if any(p.grad is not None or getattr(p, "main_grad", None) is not None for p in parameters):
+        if any(has_gradient(group["params"]) for group in self.optimizer.param_groups):
             raise UserError(
                 "TrainStep: parameters of the optimizer have gradients from before, to which a step does not add; call "
                 "optimizer.zero_grad() first."
@@ -241,6 +248,9 @@ class TrainStep:
                 with ranks.micro_batch(self.model, is_last=number == self.accumulate):
                     loss = self._backward(part)
                 total = loss.detach() if total is None else total + loss.detach()
+        if not self._has_trained:
+            check_trains(self.optimizer)
+            self._has_trained = True
         if any(isinstance(module, FP8Module) and module.fp8_state is not None for module in self.model.modules()):
             # What the step recorded enters the histories before the optimizer casts the new weights with the scales.
             with fp8_autocast(recipe=self.fp8_recipe):
@@ -337,7 +347,7 @@ class TrainStep:
         A capture that fails leaves torch's random numbers in a state that they have to be brought out of.
         """
         self._baked.watch_slots()
-        host = HostState(self.model, self.optimizer, self.device)
+        host = HostState(self._baked.modules(), self.optimizer, self.device, self._baked.numbers_outside)
         with waits() as found:
             loss = self._aside(batch)
         if found:
@@ -361,7 +371,7 @@ class TrainStep:
         place = self.device, self._pool, self._stream
         try:
             with settled_slots.settled(settled), self._baked.running():
-                taken = attempt(self._eager, batch, self.model, self.optimizer, *place)
+                taken = attempt(self._eager, batch, self.model, self._baked.modules(), self.optimizer, *place)
         except BaseException:
             self._pool = None  # graphs that there are keep theirs
             raise

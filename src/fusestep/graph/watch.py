@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,19 @@ def waits() -> Iterator[list[str]]:
 
 
 class HostState:
-    """What a model and an optimizer keep elsewhere than on the device, and the generators of the host, as they are."""
+    """What modules and an optimizer keep elsewhere than on the device, and the generators of the host, as they are.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
+    Args: outside: gives the numbers that loss_fn reads from elsewhere, by (who reads it, its expression).
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        outside: Callable[[], dict[tuple[str, str], Any]] = dict,
+    ) -> None:
+        self._modules, self._optimizer, self._device, self._outside = list(modules), optimizer, device, outside
         self._values = self._found_values()
         self._generators = _generators()
 
@@ -70,7 +79,8 @@ class HostState:
             names = ", ".join(f"{name!r} of {owner}" for name, owner in kept)
             return (
                 f"it changes {names} on the host, which a graph would keep as it is today; write to tensors on the "
-                "device, as the optimizers of fusestep.optim do and torch's with capturable=True"
+                "device, as the optimizers of fusestep.optim do and torch's with capturable=True, and count outside of "
+                "loss_fn"
             )
         drawn = [name for name, state in _generators().items() if self._generators.get(name, state) != state]
         if drawn:
@@ -86,7 +96,7 @@ class HostState:
         owners: list[tuple[Any, str, dict[str, Any]]] = []
         owners += [(number, optimizer, group) for number, group in enumerate(self._optimizer.param_groups)]
         owners += [(id(p), optimizer, one) for p, one in self._optimizer.state.items() if isinstance(one, dict)]
-        owners += [(id(one), type(one).__name__, one._buffers) for one in self._model.modules() if one._buffers]
+        owners += [(id(one), type(one).__name__, one._buffers) for one in self._modules if one._buffers]
         for owner, kind, values in owners:
             for name, value in values.items():
                 if isinstance(value, Tensor) and value.device != self._device:
@@ -94,7 +104,7 @@ class HostState:
                     found[owner, name, kind] = (id(value), value._version) if here is None else here
                 elif isinstance(value, (int, float)):
                     found[owner, name, kind] = value
-        return found
+        return found | {(None, path, who): value for (who, path), value in self._outside().items()}
 
 
 def _generators() -> dict[str, Any]:
@@ -107,11 +117,11 @@ def _generators() -> dict[str, Any]:
 
 
 class Places:
-    """Which tensors are a model's buffers and an optimizer's state, to see which were replaced and put them back."""
+    """Which tensors are modules' buffers and an optimizer's state, to see which were replaced and put them back."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         tables: list[tuple[str, dict[Any, Any]]] = []
-        tables += [(type(one).__name__, one._buffers) for one in model.modules() if one._buffers]
+        tables += [(type(one).__name__, one._buffers) for one in modules if one._buffers]
         tables += [(type(optimizer).__name__, one) for one in optimizer.state.values() if isinstance(one, dict)]
         self._known = [(owner, table, dict(table)) for owner, table in tables]
 
