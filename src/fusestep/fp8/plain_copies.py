@@ -67,8 +67,9 @@ def attach_plain(parameters: Sequence[Tensor], dtype: torch.dtype) -> PlainCopie
     """
     part = part_of(parameters[0])
     known = None if part is None else part.copies
-    if not (isinstance(known, PlainCopies) and known.dtype is dtype and known.are_of(parameters)):
-        heights = [parameter.shape[0] for parameter in parameters] if len(parameters) > 1 else []
+    heights = tuple(parameter.shape[0] for parameter in parameters) if len(parameters) > 1 else ()
+    is_kept = isinstance(known, PlainCopies) and known.dtype is dtype and known.heights == heights
+    if not (isinstance(known, PlainCopies) and is_kept and known.are_of(parameters)):
         known = PlainCopies(dtype, heights)
         give(parameters, known)
     return known

@@ -18,7 +18,7 @@ from fusestep.optim.loading import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.options import HALVES, check_common, check_parameter
 from fusestep.optim.sharding import Sharding, check_placements, local_state, sharding_of
 from fusestep.optim.state_layout import as_part, like
-from fusestep.optim.step_inputs import check_capture, common_max_norm, gathered, scaling_left_on
+from fusestep.optim.step_inputs import check_capture, check_sizes, common_max_norm, gathered, scaling_left_on
 from fusestep.optim.step_plan import State, StepPlan
 from fusestep.optim.weight_copies import first_master
 
@@ -170,8 +170,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss and gradients; run once, first, with gradients enabled.
         Returns: the closure's value.
-        Raises: RuntimeError for sparse gradients, UserError for what a CUDA graph cannot hold, both before anything
-            is changed.
+        Raises: RuntimeError for sparse gradients, UserError for what a CUDA graph cannot hold and for gradients and
+            states of another size than their parameter, all before anything is changed.
         """
         loss = None
         if closure is not None:
@@ -229,6 +229,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _new_plan(self, gradients: list[Tensor | None]) -> StepPlan:
         self._keep_lr_on_device()
         group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._check_sizes(gradients)
         for parameter, gradient, number in zip(self._members, gradients, group_of, strict=True):
             if gradient is not None:
                 self._complete_state(parameter, self.param_groups[number])
@@ -255,6 +256,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state["step"] = part["step"]  # the plan packs them
         self._states = list(self.state.values())
         return self._plan
+
+    def _check_sizes(self, gradients: list[Tensor | None]) -> None:
+        """Raises: UserError for a gradient or a state of another size than its parameter."""
+        number = 0
+        for group in self.param_groups:
+            names, dense = group.get("param_names"), self._dense_states(group)
+            for place, parameter in enumerate(group["params"]):
+                gradient = gradients[number]
+                if gradient is not None:
+                    named = f"parameter {number}" if names is None else f"parameter {number} ({names[place]})"
+                    state = self.state.get(parameter, {})
+                    check_sizes(self._who, named, parameter, gradient, state, dense, self._scalars)
+                number += 1
 
     def _parts_of_states(self) -> list[Tensor]:
         """What this process holds of all states but the step counts, which a plan keeps."""

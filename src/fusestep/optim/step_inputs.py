@@ -6,14 +6,17 @@ All of it is looked at before anything is changed, and what is wrong raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusestep.distributed.groups import local_of
 from fusestep.errors import UserError
+from fusestep.optim.loading import MASTERS
 from fusestep.optim.sharding import Sharding, local_gradient
-from fusestep.optim.step_plan import Scaling
+from fusestep.optim.step_plan import Scaling, State
 
 
 def gathered(
@@ -25,17 +28,17 @@ def gathered(
     """
     gradients: list[Tensor | None] = [parameter.grad for parameter in members]
     has_main = False
-    for number, main in enumerate([getattr(parameter, "main_grad", None) for parameter in members]):
-        if isinstance(main, Tensor):
+    for number, main in enumerate(map(getattr, members, repeat("main_grad"), repeat(None))):
+        if main is not None and isinstance(main, Tensor):
             _check_main_grad(who, members[number], main, number)
             gradients[number] = main
             has_main = True
-    for number, gradient in enumerate(gradients):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"{who}.step: the gradient of parameter {number} is sparse; use {for_sparse} for it, or build its "
-                "embedding with sparse=False. Nothing was changed."
-            )
+    layouts = [None if gradient is None else gradient.layout for gradient in gradients]
+    for layout in set(layouts) - {None, torch.strided}:
+        raise RuntimeError(
+            f"{who}.step: the gradient of parameter {layouts.index(layout)} is sparse; use {for_sparse} for it, or "
+            "build its embedding with sparse=False. Nothing was changed."
+        )
     if sharding is not None:
         gradients = [
             None if gradient is None else local_gradient(who, parameter, gradient, number)
@@ -51,6 +54,41 @@ def _check_main_grad(who: str, parameter: Tensor, main: Tensor, number: int) -> 
             f"{tuple(parameter.shape)} on {parameter.device}; give it the parameter's shape and device. Nothing was "
             "changed."
         )
+
+
+def check_sizes(
+    who: str,
+    named: str,
+    parameter: Tensor,
+    gradient: Tensor,
+    state: State,
+    dense: Sequence[str],
+    scalars: Sequence[str],
+) -> None:
+    """Refuse what a launch would read and write beyond the end of: it walks all tensors by the parameter's sizes.
+
+    Called where a plan is made, which is whenever one of these tensors became another or got other sizes.
+
+    Args:
+        who, named: for errors: the optimizer and the parameter.
+        gradient: of the part of the parameter that lies here.
+        dense, scalars: the keys of states of the parameter's shape, and of 0-d ones.
+    """
+    here = local_of(parameter)
+    if gradient.shape != here.shape or gradient.device != here.device:
+        raise UserError(
+            f"{who}.step: the gradient of {named} is {tuple(gradient.shape)} on {gradient.device}, the parameter is "
+            f"{tuple(here.shape)} on {here.device}; call zero_grad() when a parameter is given other data, and run "
+            "backward again. Nothing was changed."
+        )
+    for key in (*dense, *MASTERS, *scalars):
+        value, shape = state.get(key), () if key in scalars else parameter.shape
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise UserError(
+                f"{who}.step: {key} of {named} is {tuple(value.shape)}, which wants {tuple(shape)} for a parameter of "
+                f"{tuple(parameter.shape)}; call optimizer.state.pop(parameter) to start its state anew, or give it "
+                "one that fits. Nothing was changed."
+            )
 
 
 def common_max_norm(who: str, groups: Sequence[dict[str, Any]]) -> float | None:

@@ -2,13 +2,15 @@
 
 A plan is built at the first step and again when something moved that its tables hold. In the ordinary step nothing
 moved but the gradients, and their addresses alone are compared and, where they changed, uploaded. Parameters that
-have no gradient in this step stay in their table with an address of 0.
+have no gradient in this step stay in their table with an address of 0. Sizes are compared too: memory keeps its address
+when a parameter becomes a narrower view of it, or is freed and handed out again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any
 
@@ -71,6 +73,7 @@ class StepPlan(ABC):
         self.copies = PlannedCopies(parameters, self.weights)
         self.group_of = group_of
         self.state_of = state_of
+        self._states = [state for state in state_of if state is not None]
         self.capturable = capturable
         self.is_captured = False
         self.devices: list[DevicePlan] = []
@@ -150,18 +153,29 @@ class StepPlan(ABC):
 
     def _remember(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> None:
         self._lr_addresses = [lr_address(group["lr"]) for group in groups]
-        self._parameter_keys = _keys(self.weights)
+        self._parameter_keys = _parameter_keys(self.weights)
         self._revision = revision()
         present = [g for g in gradients if g is not None]
-        known = iter(zip(*_gradient_keys(present), strict=True))
+        keys = _gradient_keys(present, list(map(Tensor.data_ptr, present)))
         # A parameter without a gradient so far has no place in a table: its first one matches nothing.
-        self._gradient_keys = [None if g is None else next(known) for g in gradients]
+        self._gradient_keys = tuple(_spread(column, gradients, None) for column in keys)
         self._state_values = self._values()
         self._state_tensors = [value for value in self._state_values if isinstance(value, Tensor)]
-        self._state_addresses = list(map(Tensor.data_ptr, self._state_tensors))
+        # Step counts have no size that a launch goes by.
+        self._sized_states = [
+            value
+            for state in self._states
+            for key, value in state.items()
+            if key != "step" and isinstance(value, Tensor)
+        ]
+        self._state_keys = self._found_of_states()
 
     def _values(self) -> list[Any]:
-        return [value for state in self.state_of if state for value in state.values()]
+        return list(chain.from_iterable(map(dict.values, self._states)))
+
+    def _found_of_states(self) -> tuple[list[int], list[int]]:
+        """What may change of states that are the same objects: their addresses and numbers of elements."""
+        return list(map(Tensor.data_ptr, self._state_tensors)), list(map(Tensor.numel, self._sized_states))
 
     def take(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> bool:
         """Point the tables at this step's gradients; False if anything else moved, and then a new plan is needed.
@@ -172,21 +186,27 @@ class StepPlan(ABC):
         if (
             len(values) != len(self._state_values)
             or not all(map(is_, values, self._state_values))
-            or list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses
-            or _keys(self.weights) != self._parameter_keys
+            or self._found_of_states() != self._state_keys
+            or _parameter_keys(self.weights) != self._parameter_keys
             or revision() != self._revision
             or self.copies.have_moved()
             or [lr_address(group["lr"]) for group in groups] != self._lr_addresses
         ):
             return False
         present = [g for g in gradients if g is not None]
-        known = self._gradient_keys
-        if len(present) < len(gradients):
-            known = [key for key, g in zip(known, gradients, strict=True) if g is not None]
-        if list(zip(*_gradient_keys(present), strict=True)) != known:
+        known, found = self._gradient_keys, list(map(Tensor.data_ptr, present))
+        is_partial = len(present) < len(gradients)
+        if is_partial:
+            is_there = [g is not None for g in gradients]
+            known = tuple(list(compress(column, is_there)) for column in known)
+        if _gradient_keys(present, found) != known:
             return False
+        if 0 in found:
+            found = list(map(gradient_address, present))
+        if is_partial:
+            found = _spread(found, gradients, 0)
         parts = [part for plan in self.devices for part in plan.kernels]
-        addresses = [[gradient_address(gradients[i]) for i in part.members] for part in parts]
+        addresses = [[found[i] for i in part.members] for part in parts]
         hypers = [plan.hyper for plan in self.devices if plan.hyper is not None]
         rows = [self._hyper_row(group) for group in groups] if hypers else []
         if self.is_captured and (
@@ -403,12 +423,26 @@ def lies_on(lr: Tensor | float, device: torch.device) -> bool:
 _dtype = attrgetter("dtype")
 
 
-def _keys(tensors: list[Tensor]) -> tuple[list[int], list[torch.dtype], list[tuple[int, ...]]]:
-    """What a table's entries hold of parameters: addresses, dtypes, strides."""
-    return list(map(Tensor.data_ptr, tensors)), list(map(_dtype, tensors)), list(map(Tensor.stride, tensors))
+def _keys(tensors: list[Tensor], addresses: list[int]) -> tuple[list[Any], ...]:
+    """What a table's entries hold of tensors: these addresses, dtypes, strides, numbers of elements."""
+    return (
+        addresses,
+        list(map(_dtype, tensors)),
+        list(map(Tensor.stride, tensors)),
+        list(map(Tensor.numel, tensors)),
+    )
 
 
-def _gradient_keys(gradients: list[Tensor]) -> tuple[list[torch.dtype], list[tuple[int, ...]], list[int]]:
-    """What a table's entries depend on, other than the gradients' addresses: dtypes, strides, alignment."""
-    addresses, dtypes, strides = _keys(gradients)
-    return dtypes, strides, [address & 15 for address in addresses]
+def _parameter_keys(weights: list[Tensor]) -> tuple[list[Any], ...]:
+    return _keys(weights, list(map(Tensor.data_ptr, weights)))
+
+
+def _gradient_keys(gradients: list[Tensor], addresses: list[int]) -> tuple[list[Any], ...]:
+    """Of their addresses, which change from step to step, an entry depends on the alignment alone."""
+    return _keys(gradients, [address & 15 for address in addresses])
+
+
+def _spread(values: list[Any], gradients: list[Tensor | None], missing: object) -> list[Any]:
+    """One value for each gradient there is, in order, and `missing` where there is none."""
+    in_turn = iter(values)
+    return [missing if gradient is None else next(in_turn) for gradient in gradients]

@@ -109,11 +109,16 @@ class PlannedCopies:
         self._halves: dict[int, Part[PlainCopies]] = {}
         self._in_fp8: dict[int, _Weight] = {}
         by_copies: dict[int, _Weight] = {}
+        widths: dict[int, torch.Size] = {}
         for i, parameter in enumerate(parameters):
             part = part_to_write(parameter)
             if part is None:
                 continue
             copies, place = part
+            heights, width = copies.heights, parameter.shape[1:]
+            is_as_asked = not heights or parameter.shape[0] == heights[place]
+            if not is_as_asked or widths.setdefault(id(copies), width) != width:
+                continue  # of another size than the memory of the copies that it shares with others: its module casts
             if isinstance(copies, PlainCopies):
                 self._halves[i] = Part(copies, place)
             elif isinstance(copies, WeightCopies):
