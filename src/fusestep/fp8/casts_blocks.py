@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts, Norm, Normed
 from fusestep.fp8.recipes import Float8BlockScaling, MXFP8BlockScaling
 from fusestep.ops.activation import activation_backward, activation_forward, run_activation
@@ -123,6 +124,7 @@ class BlockCasts(Casts):
         keep_output: bool = False,
     ) -> Normed:
         width = x.shape[-1]
+        _check(x, residual, norm)
         options = (norm.weight, norm.bias, width, norm.eps, norm.centred, dtype)
         total: Tensor | None = None
         if not torch.compiler.is_compiling():
@@ -157,3 +159,22 @@ class BlockCasts(Casts):
         compiling = torch.compiler.is_compiling()
         dh = activation_backward(da, h, name) if compiling else run_activation(h, da, name)
         return self.gradient(dh, index, rowwise, columnwise, sums_dtype)
+
+
+def _check(x: Tensor, residual: Tensor | None, norm: Norm) -> None:
+    """Raises: UserError for what the norm's kernel, which asks nothing, would read beyond the end of."""
+    for name, tensor, shape in (
+        ("residual", residual, x.shape),
+        ("weight", norm.weight, x.shape[-1:]),
+        ("bias", norm.bias, x.shape[-1:]),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise UserError(
+                f"the norm before a cast: {name} has shape {tuple(tensor.shape)}; pass one of shape {tuple(shape)}."
+            )
+        if tensor.device != x.device:
+            raise UserError(
+                f"the norm before a cast: {name} is on {tensor.device} and x on {x.device}; move them to one device."
+            )
