@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import TrainStep
+from fusestep.graph.reach import MEMBERS, PLACES, reach
 from fusestep.optim import FusedAdam
 
 BETA = 1.5
@@ -48,10 +49,16 @@ class Weighted(nn.Module):
         self.beta = 1.5
         self.register_buffer("center", torch.ones(3))
         self.inner = nn.Dropout(0.0)
+        self.config = SimpleNamespace(weight=1.5)
+        self.turn: Any = torch.tanh
+
+    def _turned(self, value: Tensor) -> Tensor:
+        turned: Tensor = self.turn(value) * self.config.weight
+        return turned
 
     def forward(self, *given: Any) -> Tensor:
         value = given[0](given[1]) if len(given) == 2 else given[0]
-        return (self.inner(value) * self.center).square().mean() * self.beta * BETA
+        return (self.inner(self._turned(value)) * self.center).square().mean() * self.beta * BETA
 
 
 class Trainer:
@@ -254,6 +261,11 @@ CHANGES: dict[str, tuple[str, Callable[[], tuple[Any, Any]]]] = {
         "a parameter or a buffer",
         _of_module(lambda m, _: setattr(m, "center", torch.ones(3))),
     ),
+    "a number of a module's object": (
+        f"loss_fn's `self.config.weight` {WENT}",
+        _of_module(lambda m, value: setattr(m.config, "weight", value)),
+    ),
+    "another function": ("loss_fn's `self.turn`", _of_module(lambda m, _: setattr(m, "turn", torch.sigmoid))),
     "a module's global": (f"loss_fn's `BETA` {WENT}", _of_module(lambda _, value: globals().update(BETA=value))),
     "a criterion": ("the attribute 'beta' of Weighted", _criterion),
     "an object that is called, with slots": (f"loss_fn's `self.beta` {WENT}", _callee),
@@ -433,6 +445,26 @@ def test_a_step_and_what_its_loss_reads_are_gone_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_what_is_far_away_or_among_many_is_not_looked_at() -> None:
+    near = SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=1.5, more=SimpleNamespace(e=1.5))))
+    many, few = [0.5] * (MEMBERS + 1), [0.5] * MEMBERS
+    step = steps(lambda model, x: square(model, x) * near.b.c.d * near.b.c.more.e * many[0] * few[0])
+    step(x())
+    step._baked.remember()
+    near.b.c.more.e, many[0] = 4.5, 1.5
+    assert step._baked.has_changed() is None
+    near.b.c.d = 4.5
+    assert step._baked.has_changed() == f"loss_fn's `near.b.c.d` {WENT}"
+    near.b.c.d, few[-1] = 1.5, 1.5
+    assert step._baked.has_changed() == f"loss_fn's `few[{MEMBERS - 1}]` (it went from 0.5 to 1.5)"
+
+
+def test_a_walk_ends_after_so_many_places() -> None:
+    table = {name: {other: list(range(MEMBERS)) for other in "abcdefgh"} for name in "abcdefgh"}
+    found = reach([("loss_fn", lambda: table)], (), set())
+    assert PLACES <= len(found.places) < PLACES + MEMBERS + 2
 
 
 # Batches

@@ -98,7 +98,7 @@ class Outside:
         step = self._owner()
         assert step is not None
         roots = [(who, root) for who, root in (("loss_fn", step.loss_fn), ("before", step.before)) if root is not None]
-        built = step, step.model, step.optimizer, step.optimizer.param_groups, step.scaler, step.fp8_recipe
+        built = step, step.optimizer, step.optimizer.param_groups, step.scaler, step.fp8_recipe
         return reach(roots, built, self._written)
 
     def _hold(self, found: Reach) -> None:

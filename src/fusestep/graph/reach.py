@@ -29,8 +29,8 @@ from fusestep.graph.attributes import PLAIN
 #: Steps from the first function to what is looked at last.
 LEVELS = 4
 
-#: Members that a list, tuple or dict may have to be looked into.
-MEMBERS = 64
+#: Members that a list, tuple or dict may have to be looked into, and places that are looked at in all.
+MEMBERS, PLACES = 64, 1024
 
 #: In the place of what is no more.
 GONE = object()
@@ -117,7 +117,7 @@ class _Walk:
         self._push(who, "", root, LEVELS)
         if isinstance(root, nn.Module):
             self._push(who, "", self._root, LEVELS)
-        while self._queue:
+        while self._queue and len(self.found.places) < PLACES:
             self._visit(*self._queue.popleft())
 
     def _push(self, who: str, path: str, value: Any, left: int) -> None:
@@ -141,6 +141,8 @@ class _Walk:
             self.found.tensors.append((who, path, value))
         elif isinstance(value, nn.Module):
             self.found.modules.append(value)
+            if left > 0:
+                self._visit_object(who, path or "self", value, left)
         elif left <= 0:
             return
         elif isinstance(value, FunctionType):
@@ -192,17 +194,20 @@ class _Walk:
             self._add(who, f"{path}[{key!r}]", itemgetter(key), members, left)
 
     def _visit_object(self, who: str, path: str, owner: Any, left: int) -> None:
-        """Those attributes whose names code reads."""
+        """Those attributes whose names code reads; plain ones of a module are compared with all of its own."""
+        own = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
         for name in sorted(self.found.names):
             found = inspect.getattr_static(owner, name, GONE)
+            if found is GONE or (isinstance(owner, nn.Module) and name in own and type(found) in PLAIN):
+                continue
             if isinstance(found, property):
                 found = found.fget
             if isinstance(found, (staticmethod, classmethod)):
                 found = found.__func__
-            if isinstance(found, FunctionType):
-                self._push(who, f"{path}.{name}", found, left - 1)
-            elif found is not GONE and not _is_computed(found):
+            if own.get(name, GONE) is found or not (isinstance(found, FunctionType) or _is_computed(found)):
                 self._add(who, f"{path}.{name}", attrgetter(name), owner, left)
+            elif isinstance(found, FunctionType):
+                self._push(who, f"{path}.{name}", found, left - 1)
         called = inspect.getattr_static(type(owner), "__call__", None)
         if isinstance(called, FunctionType):
             self._push(who, "" if called is self._root else f"{path}.__call__", called, left)

@@ -413,7 +413,8 @@ class TrainStep:
             self._rest = REST
             self._fall_back(
                 f"{what} keeps changing, which a graph would keep as it was; leave it alone (a schedule that moves "
-                "betas takes cycle_momentum=False), or keep it in a tensor on the device that is written in place"
+                "betas takes cycle_momentum=False), keep it in a tensor on the device that is written in place, or put "
+                "it into the batch as a tensor"
             )
 
     def _has_stale_copies(self) -> bool:
