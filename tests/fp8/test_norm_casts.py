@@ -8,6 +8,7 @@ from torch import nn
 
 from fusestep import fp8
 from fusestep.errors import UserError
+from fusestep.fp8.recipes import Recipe
 from fusestep.nn import LayerNormLinear, LayerNormMLP
 
 RECIPES = [
@@ -28,7 +29,7 @@ RECIPES = [
 )
 @pytest.mark.parametrize("length", [16, 1, 48])
 def test_parameters_of_another_length_than_the_row_are_refused(
-    where: str, recipe: fp8.Recipe, module: type[nn.Module], normalization: str, name: str, length: int
+    where: str, recipe: Recipe, module: type[nn.Module], normalization: str, name: str, length: int
 ) -> None:
     layer = module(32, 64, normalization=normalization, device=where)
     getattr(layer, f"layer_norm_{name}").data = torch.ones(length, device=where)
