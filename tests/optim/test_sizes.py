@@ -45,7 +45,8 @@ class Stepped:
         self.optimizer.step()
 
     def dense(self) -> str:
-        return next(key for key, value in self.optimizer.state[self.p].items() if value.dim())
+        state: dict[str, Tensor] = self.optimizer.state[self.p]
+        return next(key for key, value in state.items() if value.dim())
 
     def refuses(self, match: str) -> None:
         """The step is refused, and has changed nothing."""
