@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fusestep import TrainStep
 from fusestep.graph.reach import MEMBERS, PLACES, reach
+from fusestep.graph.watch import HostState
 from fusestep.optim import FusedAdam
 
 BETA = 1.5
@@ -396,6 +397,19 @@ def test_a_number_in_a_tensor_of_the_host_is_part_of_the_graph() -> None:
     assert step._baked.has_changed() is None
     weight.fill_(2.5)
     assert step._baked.has_changed() == "the value of loss_fn's `weight` on another device"
+    host = HostState((), step.optimizer, torch.device("cuda", 0), step._baked.numbers_outside)
+    assert host.changed() is None
+    weight.fill_(3.5)
+    assert str(host.changed()).startswith("it changes 'weight' of loss_fn on the host")
+
+
+def test_a_tensor_that_moves_as_a_number_becomes_an_equal_one_is_seen() -> None:
+    trainer = Trainer()
+    step = steps(trainer.loss)
+    step(x())
+    step._baked.remember()
+    trainer.beta, trainer.tensor.data = float("1.5"), torch.ones(3)
+    assert step._baked.has_changed() == "where loss_fn's `self.tensor` lies"
 
 
 @pytest.mark.usefixtures("stand")

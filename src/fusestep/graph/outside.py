@@ -57,9 +57,12 @@ class Outside:
         return self._reach().modules
 
     def numbers(self) -> dict[tuple[str, str], Any]:
-        """The plain values of now, by (who reads it, its expression)."""
-        places = self._reach().places
-        return {(one.who, one.path): one.value for one in places if is_plain(one.value) and not one.is_size}
+        """The plain values of now, and of tensors elsewhere how often they were written, by (who, expression)."""
+        found = self._reach()
+        plain = [one for one in found.places if is_plain(one.value) and not one.is_size]
+        elsewhere = [one for one in found.tensors if one[2].device != self._device and not one[2].is_inference()]
+        numbers: dict[tuple[str, str], Any] = {(one.who, one.path): one.value for one in plain}
+        return numbers | {(who, path): tensor._version for who, path, tensor in elsewhere}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -90,7 +93,7 @@ class Outside:
         for place in self._found.places:
             if (what := _change(place)) is not None:
                 return what
-        self._hold(self._found)  # equal, though not the same objects
+        self._hold_places(self._found.places)  # equal, though not the same objects
         return self._moved()
 
     def _reach(self) -> Reach:
@@ -103,10 +106,7 @@ class Outside:
 
     def _hold(self, found: Reach) -> None:
         self._found = found
-        found.places = [one._replace(value=one.now()) for one in found.places]
-        self._reads = [one.read for one in found.places]
-        self._owners = [one.owner for one in found.places]
-        self._values = [one.value for one in found.places]
+        self._hold_places(found.places)
         dense = [one for one in found.tensors if one[2].layout is torch.strided and not one[2].is_nested]
         self._tensors = [_name(who, path) for who, path, _ in dense]
         self._locals: list[Any] = [local_of(tensor) for _, _, tensor in dense]
@@ -116,6 +116,12 @@ class Outside:
         self._on_host = [_name(who, path) for who, path, _ in hosts]
         self._hosts = [tensor for _, _, tensor in hosts]
         self._versions = list(map(_version, self._hosts))
+
+    def _hold_places(self, places: list[Place]) -> None:
+        self._found.places = [one._replace(value=one.now()) for one in places]
+        self._reads = [one.read for one in places]
+        self._owners = [one.owner for one in places]
+        self._values = [one.value for one in self._found.places]
 
     def _moved(self) -> str | None:
         """A tensor that lies elsewhere now, or was written where it is no part of the graph."""
