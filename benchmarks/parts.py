@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks import peers, timing
 from fusestep import durable, hardware
 from fusestep.ladder import environment
+from fusestep.ladder.paths import relative
 
 #: The parts in the order in which they run, and about how many seconds each takes on an H200.
 PARTS: dict[str, int] = {
@@ -141,7 +142,8 @@ def measure(part: Part, file: Path, seconds: float) -> dict[str, Any]:
         if row is None:
             document["unfinished"] = False
             break
-        document["rows"].append(row)
+        # What failed is told with a traceback, and results are shared.
+        document["rows"].append({key: relative(one) if isinstance(one, str) else one for key, one in row.items()})
         keep()
     keep()
     return document

@@ -271,6 +271,12 @@ def test_the_committed_results_are_as_fast_as_themselves_and_can_be_shown(
     assert len(compare.slower(part, found, slow)) == sum(part.ours(row) for row in found["rows"])
 
 
+def test_the_committed_results_name_no_folder_of_the_machine_that_they_are_from() -> None:
+    found = list(command.RESULTS.glob("*.json"))
+    assert found
+    assert [path.name for path in found if 'File \\"/' in path.read_text()] == []
+
+
 def test_a_part_that_failed_or_was_cut_off_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = parts.load("adam")
     problems, nothing = command.report(part, tmp_path / "none.json", tmp_path, "failed with status 1")
@@ -291,13 +297,15 @@ def test_rows_stop_when_the_time_is_over_and_what_there_is_is_kept(
     def rows(copy: float) -> Any:
         for number in range(1000):
             clock[0] += 10.0
-            yield {"number": number}
+            yield {"number": number, "failed": f'File "{tmp_path}/mine.py", line 3'}
 
     clock = [0.0]
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(parts.time, "monotonic", lambda: clock[0])
     part = parts.Part("made", SimpleNamespace(run=rows), "")  # type: ignore[arg-type]
     made = parts.measure(part, tmp_path / "made.json", 25.0)
     assert [row["number"] for row in made["rows"]] == [0, 1, 2]
+    assert {row["failed"] for row in made["rows"]} == {'File "mine.py", line 3'}
     assert made["unfinished"]
     assert json.loads((tmp_path / "made.json").read_text()) == made
 
