@@ -200,8 +200,20 @@ def test_a_path_below_home_is_told_from_there(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/home/someone")
     said = "left /home/someone/.triton/cache and /mnt/home/someone/data"
     assert relative(said) == "left ~/.triton/cache and /mnt/home/someone/data"
+    said = "in /home/someone, of file:///home/someone/a.py, in /home/someone. Not /home/someone.old or /home/someone-b"
+    wanted = "in ~, of file://~/a.py, in ~. Not /home/someone.old or /home/someone-b"
+    assert relative(said) == wanted
     monkeypatch.setenv("HOME", "/")
     assert relative(said) == said
+
+
+def test_the_working_folder_and_the_users_own_temporary_one_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert relative(f"no such folder: '{tmp_path}', nor {tmp_path}/a") == "no such folder: '.', nor a"
+    said = 'File "/tmp/torchinductor_someone/ab/cab.py", line 3'
+    assert relative(said) == 'File "/tmp/torchinductor/ab/cab.py", line 3'
 
 
 def test_a_profiler_that_ends_its_process_leaves_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
