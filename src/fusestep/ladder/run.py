@@ -51,8 +51,8 @@ def ladder(
         resume: go on with what the folder holds, of the same config on the same machine.
 
     Raises: UserError for a config that cannot be, or that is not the one to go on with, before anything runs; and where
-        the first rung does not run, has no finite loss or one that is always 0, as soon as that is known, with nothing
-        kept: every other is judged by it and compared with it.
+        the first rung does not run, has no finite loss or one that is always 0, as soon as that is known, since every
+        other is judged by it and compared with it. Nothing is kept then, unless it ran before: `resume` tries it again.
     """
     planned = plan(config or LadderConfig(), rungs)
     here = environment.describe(torch.device(planned.device))
@@ -195,11 +195,14 @@ def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[
 
 
 def _without_first(journal: Journal, first: str, why: str) -> UserError:
-    """The end of a ladder whose first rung leads nowhere; what the journal holds is worth nothing without it."""
-    journal.discard()
+    """The end of a ladder whose first rung leads nowhere; without its losses what the journal holds is worth nothing."""
+    goes_on = journal.kept(f"gate: {first}") is not None
+    if not goes_on:
+        journal.discard()
     return UserError(
-        f"{first}, which all rungs are compared with, {why.rstrip('.')}; mend that, or compare with a later rung by "
-        "--base."
+        f"{first}, which all rungs are compared with, {why.rstrip('.')}; mend that"
+        + (" and go on by --resume" if goes_on else "")
+        + ", or compare with a later rung by --base."
     )
 
 
