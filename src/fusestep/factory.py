@@ -96,7 +96,8 @@ def _place_of(error: Exception) -> str:
     What libraries, Python's own among them, did for it is not theirs to mend.
     """
     paths = sysconfig.get_paths()
-    others = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    folders = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"])
+    others = (*(folder + os.sep for folder in folders), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
             return f", at {frame.filename}:{frame.lineno}"

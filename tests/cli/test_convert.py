@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,12 @@ def test_what_leads_to_no_model_is_one_sentence(
     assert err.count("\n") == 1
     assert words in err
     assert "<frozen" not in err
+
+
+def test_a_users_folder_whose_name_begins_as_a_librarys_does_is_told(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = sysconfig.get_paths() | {"purelib": str(folder)[:-1]}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: there)
+    assert convert("--model", "my_models:deep") == 2
+    assert f"at {folder / 'my_models.py'}:" in capsys.readouterr().err
