@@ -195,7 +195,7 @@ def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[
 
 
 def _without_first(journal: Journal, first: str, why: str) -> UserError:
-    """The end of a ladder whose first rung leads nowhere; without its losses what the journal holds is worth nothing."""
+    """The end of a ladder whose first rung leads nowhere; the journal is worth nothing without that one's losses."""
     goes_on = journal.kept(f"gate: {first}") is not None
     if not goes_on:
         journal.discard()
