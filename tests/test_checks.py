@@ -234,7 +234,17 @@ def test_every_op_lists_its_launches() -> None:
 #: The layers of docs/architecture.svg, lowest first, and the small parts beside them; a package uses only lower ones.
 #: A module that stands elsewhere than its package is named with it.
 LAYERS = [
-    {"errors", "language", "tables", "durable", "memory", "grouping", "distributed.groups", "distributed.collectives"},
+    {
+        "errors",
+        "installed",
+        "language",
+        "tables",
+        "durable",
+        "memory",
+        "grouping",
+        "distributed.groups",
+        "distributed.collectives",
+    },
     {"hardware", "factory", "distributed.amax", "distributed.tensor_parallel"},
     {"precision"},
     {"dispatch"},

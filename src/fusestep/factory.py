@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusestep.errors import UserError
+from fusestep.installed import is_installed_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,10 +95,7 @@ def _place_of(error: Exception) -> str:
 
     What libraries, Python's own among them, did for it is not theirs to mend.
     """
-    paths = sysconfig.get_paths()
-    folders = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"])
-    others = (*(folder + os.sep for folder in folders), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(others):
+        if not frame.filename.startswith("<") and not is_installed_file(frame.filename):
             return f", at {frame.filename}:{frame.lineno}"
     return ""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sysconfig
 from pathlib import Path
 
 import pytest
 
+from fusestep import installed
 from fusestep.cli import main
 
 MODEL = """
@@ -127,7 +127,6 @@ def test_what_leads_to_no_model_is_one_sentence(
 def test_a_users_folder_whose_name_begins_as_a_librarys_does_is_told(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = sysconfig.get_paths() | {"purelib": str(folder)[:-1]}
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: there)
+    monkeypatch.setattr(installed, "_BEGINNINGS", installed._BEGINNINGS + installed._beginnings([str(folder)[:-1]]))
     assert convert("--model", "my_models:deep") == 2
     assert f"at {folder / 'my_models.py'}:" in capsys.readouterr().err

@@ -9,6 +9,8 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import TrainStep
-from fusestep.graph.reach import MEMBERS, PLACES, reach
+from fusestep.graph.reach import GONE, MEMBERS, PLACES, Place, reach
 from fusestep.graph.watch import HostState
 from fusestep.optim import FusedAdam
 
@@ -297,6 +299,46 @@ def test_a_change_outside_is_told_and_captured_anew(stand: Any, change: str) -> 
     for _ in range(4):
         step(x())
     assert (len(step.captures), stand.replays, step.fallback) == (2, 6, None)
+
+
+def test_a_number_of_a_package_without_a_file_is_told(
+    stand: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spread_over" / "inner").mkdir(parents=True)
+    (tmp_path / "spread_over" / "inner" / "numbers_of.py").write_text("beta = 1.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import spread_over.inner.numbers_of  # type: ignore[import-not-found]
+
+    step = steps(lambda model, x: square(model, x) * spread_over.inner.numbers_of.beta)
+    for _ in range(6):
+        step(x())
+    spread_over.inner.numbers_of.beta = 4.5
+    assert "spread_over.inner.numbers_of.beta" in str(step._baked.has_changed())
+    for _ in range(4):
+        step(x())
+    assert (len(step.captures), stand.replays, step.fallback) == (2, 6, None)
+
+
+def test_what_dies_or_cannot_be_read_any_more_is_a_change() -> None:
+    class Raising:
+        fails = False
+
+        def __getattr__(self, name: str) -> float:
+            if self.fails:
+                raise RuntimeError(f"{name} is not there now")
+            return 1.5
+
+    class Kept:
+        beta = 2.5
+
+    raising, kept = Raising(), Kept()
+    places = [
+        Place("loss_fn", "beta", attrgetter("beta"), owner, 0.0, False) for owner in (raising, weakref.proxy(kept))
+    ]
+    assert [place.now() for place in places] == [1.5, 2.5]
+    raising.fails = True
+    del kept
+    assert [place.now() for place in places] == [GONE, GONE]
 
 
 SAME: dict[str, Callable[[Trainer], object]] = {

@@ -11,20 +11,17 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from pathlib import Path
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fusestep.graph.attributes import PLAIN
+from fusestep.installed import is_installed, is_installed_file
 
 #: Steps from the first function to what is looked at last.
 LEVELS = 4
@@ -35,11 +32,6 @@ MEMBERS, PLACES = 64, 1024
 #: In the place of what is no more.
 GONE = object()
 
-_installed = (
-    str(Path(__file__).resolve().parents[1]),
-    str(Path(torch.__file__).parent),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 _contents = attrgetter("cell_contents")
 
 
@@ -61,7 +53,8 @@ class Place(NamedTuple):
         """The value of now, GONE for none."""
         try:
             return self.read(self.owner)
-        except (AttributeError, LookupError, ValueError):  # ValueError is an empty cell's
+        # ValueError is an empty cell's, ReferenceError a dead proxy's, RuntimeError some attribute's.
+        except (AttributeError, LookupError, ValueError, ReferenceError, RuntimeError):
             return GONE
 
 
@@ -158,7 +151,7 @@ class _Walk:
                 self._add(who, name, itemgetter(name), value.keywords, left)
         elif isinstance(value, (list, tuple, dict)):
             self._visit_members(who, path, value, left)
-        elif not (isinstance(value, (ModuleType, type)) and _is_installed(_file_of(value))):
+        elif not (isinstance(value, (ModuleType, type)) and is_installed(value)):
             self._visit_object(who, path or "self", value, left)
 
     def _visit_function(self, who: str, path: str, function: FunctionType, left: int) -> None:
@@ -168,7 +161,7 @@ class _Walk:
         prefix = "" if is_root or not path else f"{function.__name__}: "
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(who, prefix + name, _contents, cell, left)
-        if _is_installed(function.__code__.co_filename) and (inner is not None or not is_root):
+        if is_installed_file(function.__code__.co_filename) and (inner is not None or not is_root):
             return
         for code in ("__code__", "__defaults__", "__kwdefaults__"):
             self._add(who, prefix + code, attrgetter(code), function, left)
@@ -218,17 +211,6 @@ def _is_computed(found: Any) -> bool:
     if isinstance(found, MemberDescriptorType):  # of a slot
         return False
     return isinstance(found, GetSetDescriptorType) or hasattr(type(found), "__get__")
-
-
-def _file_of(value: Any) -> str | None:
-    """The file of a Python module, or of that which a class is in."""
-    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    file = getattr(module, "__file__", None)
-    return file if file is not None or getattr(module, "__name__", None) == "__main__" else sys.prefix
-
-
-def _is_installed(file: str | None) -> bool:
-    return file is not None and (file == sys.prefix or file.startswith(("<frozen ", *_installed)))
 
 
 @functools.lru_cache(maxsize=256)

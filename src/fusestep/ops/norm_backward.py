@@ -283,7 +283,8 @@ class BackwardLaunch:
 
 
 #: Columns of a chunk, in which rows of more than 8192 columns and at most twice as many are walked, and the most bytes
-#: a column of all that is read there, for the first level of the cache to hold it.
+#: a column of all that is read there, for the first level of the cache to hold it (160 KB: chips of 8.0, 9.0 and 10.0;
+#: others read again from the second).
 CHUNK, CHUNKS_ITEMSIZE = 4096, 10
 
 #: Bytes of shared memory for the tiles that are under way; every GPU since Ampere has at least 99 KiB a block.
