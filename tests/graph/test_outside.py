@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import TrainStep
-from fusestep.graph.reach import GONE, MEMBERS, PLACES, Place, reach
+from fusestep.graph.outside import Outside
+from fusestep.graph.reach import GONE, MEMBERS, PLACES, Place, Reach, reach
 from fusestep.graph.watch import HostState
 from fusestep.optim import FusedAdam
 
@@ -336,8 +337,14 @@ def test_what_dies_or_cannot_be_read_any_more_is_a_change() -> None:
         Place("loss_fn", "beta", attrgetter("beta"), owner, 0.0, False) for owner in (raising, weakref.proxy(kept))
     ]
     assert [place.now() for place in places] == [1.5, 2.5]
+    outside = Outside(steps(square))
+    outside._hold(Reach(places))
+    assert outside.changed() is None
     raising.fails = True
+    assert outside.changed() is not None
+    outside._hold(Reach(places[1:]))
     del kept
+    assert outside.changed() is not None
     assert [place.now() for place in places] == [GONE, GONE]
 
 

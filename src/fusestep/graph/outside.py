@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.distributed.groups import local_of
-from fusestep.graph.reach import Place, Reach, is_plain, reach
+from fusestep.graph.reach import UNREADABLE, Place, Reach, is_plain, reach
 
 if TYPE_CHECKING:
     from fusestep.graph.train_step import TrainStep
@@ -88,7 +88,7 @@ class Outside:
         try:
             if all(map(is_, map(call, self._reads, self._owners), self._values)):
                 return self._moved()
-        except (AttributeError, LookupError, ValueError):  # one is gone, which is looked for now
+        except UNREADABLE:  # one is gone, which is looked for now
             pass
         for place in self._found.places:
             if (what := _change(place)) is not None:

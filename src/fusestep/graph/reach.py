@@ -32,6 +32,9 @@ MEMBERS, PLACES = 64, 1024
 #: In the place of what is no more.
 GONE = object()
 
+#: What reading that raises: ValueError for an empty cell, ReferenceError for a dead proxy, RuntimeError of some objects.
+UNREADABLE = (AttributeError, LookupError, ValueError, ReferenceError, RuntimeError)
+
 _contents = attrgetter("cell_contents")
 
 
@@ -53,8 +56,7 @@ class Place(NamedTuple):
         """The value of now, GONE for none."""
         try:
             return self.read(self.owner)
-        # ValueError is an empty cell's, ReferenceError a dead proxy's, RuntimeError some attribute's.
-        except (AttributeError, LookupError, ValueError, ReferenceError, RuntimeError):
+        except UNREADABLE:
             return GONE
 
 
