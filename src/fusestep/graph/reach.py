@@ -32,7 +32,7 @@ MEMBERS, PLACES = 64, 1024
 #: In the place of what is no more.
 GONE = object()
 
-#: What reading that raises: ValueError for an empty cell, ReferenceError for a dead proxy, RuntimeError of some objects.
+#: What reading that raises: ValueError for an empty cell, ReferenceError for a dead proxy, RuntimeError of some kinds.
 UNREADABLE = (AttributeError, LookupError, ValueError, ReferenceError, RuntimeError)
 
 _contents = attrgetter("cell_contents")
