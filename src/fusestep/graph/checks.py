@@ -49,9 +49,8 @@ def check_built(
             f"TrainStep: fp8_recipe is {_told(fp8_recipe)}, not a recipe; pass one that was made, as "
             "fusestep.fp8.DelayedScaling(), or None for none."
         )
-    if not (scaler is None or all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update"))) or (
-        isinstance(scaler, type)
-    ):
+    scales = all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update"))
+    if scaler is not None and (isinstance(scaler, type) or not scales):
         raise UserError(
             f"TrainStep: scaler is {_told(scaler)}, not a GradScaler; pass torch.amp.GradScaler(), or None for none."
         )
@@ -78,8 +77,6 @@ def _told(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    return (
-        repr(value)
-        if isinstance(value, (str, bool, int, float, torch.dtype, type(None)))
-        else (f"a {type(value).__name__}")
-    )
+    if isinstance(value, (str, bool, int, float, torch.dtype, type(None))):
+        return repr(value)
+    return f"a {type(value).__name__}"
