@@ -16,6 +16,7 @@ from typing import Any
 import drop_in_figures
 import scaling_chart
 import speed
+from fusestep.ladder.words import bounded
 from speed import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,10 +166,9 @@ def _costs(measured: dict[str, Any]) -> list[str]:
     device = measured["device_ms"]
     # Of a step that waits for the device itself no more is known; older results have the wall's time there.
     is_bound = measured.get("device_is_upper_bound", device == measured["step_ms"])
-    bound = "≤ " if is_bound else ""
     return [
         f"{measured['step_ms']:.2f} ms",
-        "" if device is None else f"{bound}{device:.2f} ms",
+        "" if device is None else bounded(f"{device:.2f} ms", is_bound),
         f"{measured['peak_bytes'] / 2**20:,.0f} MiB",
     ]
 

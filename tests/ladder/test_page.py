@@ -227,7 +227,7 @@ def test_the_devices_time_is_beside_the_walls_and_an_upper_bound_is_called_that(
     text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page.draw(plain))))
     assert "device's time over previous" in text
     assert "7.84× (7.8" in text
-    assert "8.10 / ≤8.82 ms" in text
+    assert "8.10 / ≤ 8.82 ms" in text
     assert "9.00 / 5.00 ms, launch-bound" in text
     assert re.search(r"adam torch.optim.AdamW, FP32, [^+]*; fused-adam in it", text)
     assert "Every rung on the same text from the same seed" in text
@@ -240,7 +240,7 @@ def test_the_devices_time_is_beside_the_walls_and_an_upper_bound_is_called_that(
     plots.draw(plain)
     (figure,) = drawn
     times, _, apart, *_ = figure.axes
-    assert [text.get_text() for text in apart.texts] == ["39.2", "5", "≤8.82", "36", "9", "8.1"]
+    assert [text.get_text() for text in apart.texts] == ["39.2", "5", "≤ 8.82", "36", "9", "8.1"]
     # A figure stands behind the last of its rounds.
     assert [text.xy[0] for text in times.texts] == pytest.approx([40.1, 14.0, 9.1])
 

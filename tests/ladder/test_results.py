@@ -146,7 +146,7 @@ def test_kernels_that_fill_the_devices_time_show_that_it_did_not_wait(share: flo
     result = replace(result, rounds=(seen, *result.rounds[1:]))
     assert result.is_device_bound == is_bound
     assert (result.device_times is None) == is_bound
-    assert device_in_words(result) == ("≤17.00" if is_bound else "17.00")
+    assert device_in_words(result) == ("≤ 17.00" if is_bound else "17.00")
 
 
 def test_the_devices_times_are_compared_like_the_walls() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusestep.ladder.words import bounded
+
 Rung = Mapping[str, Any]
 
 
@@ -96,9 +98,10 @@ def missing(rung: Rung) -> str:
 
 
 def device(rung: Rung) -> str:
-    """The device's time for a step; "≤" where it is an upper bound and no more."""
-    ms, bound = rung["device_ms"], "≤" if rung.get("device_is_upper_bound") else ""
-    return "" if ms is None else f"{bound}{ms:.2f}"
+    """The device's time for a step, in ms."""
+    ms = rung["device_ms"]
+    # A ladder.json of before there were bounds lacks it.
+    return "" if ms is None else bounded(f"{ms:.2f}", rung.get("device_is_upper_bound", False))
 
 
 def _quartiles(rung: Rung) -> str:

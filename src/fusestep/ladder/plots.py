@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fusestep.ladder.charts import Curves, curves_of, relative_to_first
+from fusestep.ladder.words import bounded
 
 Rung = Mapping[str, Any]
 
@@ -104,9 +105,9 @@ def _bars(
             label=name,
         )
         for place, (rung, value) in enumerate(zip(rungs, values, strict=True)):
-            bound = "≤" if name == "device" and rung.get("device_is_upper_bound") else ""
+            is_bound = name == "device" and rung.get("device_is_upper_bound", False)
             axes.annotate(
-                "did not run" if rung["failure"] else f"{bound}{_short(value)}",
+                "did not run" if rung["failure"] else bounded(_short(value), is_bound),
                 (max(value or 0.0, 0.0 if ends is None else ends[place]), place + offset),
                 xytext=(6, 0),
                 textcoords="offset points",

@@ -67,10 +67,13 @@ def gain_in_words(gain: Gain) -> str:
 
 
 def device_in_words(result: Measured) -> str:
-    """The device's time for a step, in ms, for a cell; "≤" where it is an upper bound and no more."""
-    if result.device is None:
-        return ""
-    return f"{'≤' if result.is_device_bound else ''}{result.device:.2f}"
+    """The device's time for a step, in ms, for a cell."""
+    return "" if result.device is None else bounded(f"{result.device:.2f}", result.is_device_bound)
+
+
+def bounded(figure: str, is_bound: bool) -> str:
+    """A figure as it is shown: with "≤" where it is an upper bound and no more."""
+    return f"≤ {figure}" if is_bound else figure
 
 
 def native_of(result: RungResult) -> Comparison | None:
