@@ -184,10 +184,15 @@ def test_a_first_rung_that_nothing_can_be_judged_by_ends_the_ladder_and_is_not_k
     asked: list[Request] = []
     monkeypatch.setattr(table, "run", lambda request: asked.append(request) or reply)
     said = f"^adam, which all rungs are compared with, {why}; mend that, or compare with a later rung by --base.$"
-    with pytest.raises(UserError, match=said):
-        ladder(CONFIG, folder=tmp_path / "kept")
-    assert list(tmp_path.iterdir()) == []
-    assert len(asked) == 1
+    made = tmp_path / "made"
+    made.mkdir()
+    for folder in (tmp_path / "new", made):
+        with pytest.raises(UserError, match=said):
+            ladder(CONFIG, folder=folder)
+    # A folder that somebody made beforehand is theirs.
+    assert list(tmp_path.iterdir()) == [made]
+    assert list(made.iterdir()) == []
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -7,7 +7,6 @@ times are compared with each other and belong to one stretch of time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -102,13 +101,6 @@ class Journal:
         }
         with durable.replacing(self._path) as file:
             file.write(json.dumps(content).encode())
-
-    def discard(self) -> None:
-        """Remove the file, of which nothing can come, and the folder where nothing else is in it."""
-        if self._path is not None and self._path.parent.is_dir():
-            self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self._path.parent.rmdir()
 
 
 def read(path: Path, schema: int) -> dict[str, Any]:

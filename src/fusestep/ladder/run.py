@@ -195,10 +195,8 @@ def orders_of_rounds(names: Sequence[str], rounds: int, seed: int) -> list[list[
 
 
 def _without_first(journal: Journal, first: str, why: str) -> UserError:
-    """The end of a ladder whose first rung leads nowhere; the journal is worth nothing without that one's losses."""
+    """The end of a ladder whose first rung leads nowhere; of one without losses the journal has kept nothing."""
     goes_on = journal.kept(f"gate: {first}") is not None
-    if not goes_on:
-        journal.discard()
     return UserError(
         f"{first}, which all rungs are compared with, {why.rstrip('.')}; mend that"
         + (" and go on by --resume" if goes_on else "")
