@@ -170,7 +170,7 @@ def test_rungs_that_the_host_holds_up_are_judged_by_the_devices_time_where_a_gra
     assert not any("slowed it down" in line for line in said.remarks)
 
 
-def test_without_a_graph_the_devices_time_is_told_and_decides_nothing(make_ladder: Make, made: Any) -> None:
+def test_without_a_graph_the_devices_time_is_told_and_switches_nothing_on_or_off(make_ladder: Make, made: Any) -> None:
     said = conclude(make_ladder(held(made, "adam", "amp", "blocks", "loss")))
     assert said.best == "amp"
     blocks = finding(said, "blocks")
@@ -179,7 +179,9 @@ def test_without_a_graph_the_devices_time_is_told_and_decides_nothing(make_ladde
         "of wall time tells nothing, since it is launch-bound: the host takes 8.55 ms to queue a step; " in blocks.why
     )
     assert blocks.why.endswith("), which shows only where the whole step is one graph")
-    assert finding(said, "loss").decision == "no difference"
+    loss = finding(said, "loss")
+    assert (loss.decision, loss.by) == ("no difference", None)
+    assert "the device's time of a step hardly differs" in loss.why
     assert not any("judged by the device's time" in line for line in said.remarks)
 
 
