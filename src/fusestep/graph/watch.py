@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 _WAITS = ".*synchronizing CUDA operation"
+#: Seconds for other threads to say what they waited for, once the device is idle.
+SETTLING = 0.005
 
 
 @contextmanager
@@ -52,6 +55,11 @@ def waits() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+            if threading.active_count() > 1:
+                # Another thread that waits now was counted as it began and is told when it ends, by a warning that
+                # must find the filters above: else it is printed, or raises there where warnings are errors.
+                torch.cuda.synchronize()
+                time.sleep(SETTLING)
 
 
 class HostState:
