@@ -324,6 +324,25 @@ def test_who_waits_beside_the_step_is_no_part_of_it() -> None:
     assert [str(one.message) for one in others] == ["something else"]
 
 
+@pytest.mark.usefixtures("stand")
+def test_who_still_waits_as_the_look_ends_is_told_of_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_idle = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", is_idle.set)
+    monkeypatch.setattr(watch, "SETTLING", 0.2)
+
+    def wait() -> None:
+        assert is_idle.wait(10)
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/train.py", 7)
+
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        with watch.waits() as found:
+            thread = threading.Thread(target=wait)
+            thread.start()
+        thread.join()
+    assert (found, others) == ([], [])
+
+
 # Batches
 
 
