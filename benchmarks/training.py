@@ -245,6 +245,9 @@ def measured(works: Sequence[Work], together: int) -> Iterator[tuple[Work, dict[
                     # A profiler may end a process; what was timed before stands.
                     kernels = _reply(connection)
                     reply |= {"unprofiled": kernels["failed"]} if "failed" in kernels else kernels
+                if "failed" in reply:
+                    # It has nothing more to say, and may take long to end.
+                    process.kill()
                 process.join(ENDING)
                 yield work, reply
         finally:

@@ -103,7 +103,7 @@ def test_whole_steps_run_in_processes_of_their_own_and_agree_on_the_loss(tmp_pat
 
 def test_of_another_librarys_ways_the_first_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def contender(name: str, *attempts: int) -> Contender:
-        return Contender(name, "peer", "", tuple(Recipe(lr=float(one)) for one in attempts), name)
+        return Contender(name, "peer", "", tuple(Recipe(lr=float(one), peer=name) for one in attempts), name)
 
     asked: list[list[tuple[str, float]]] = []
 
@@ -116,15 +116,19 @@ def test_of_another_librarys_ways_the_first_that_runs_is_measured(monkeypatch: p
     found = [contender("liger", 1, 2), contender("quack", 3, 3), contender("torchao", 4)]
     monkeypatch.setattr(steps, "measured", measured)
     monkeypatch.setattr(steps, "others", lambda: found)
-    monkeypatch.setattr(steps, "chosen", lambda model: [training.Setup("native, amp", Recipe(lr=0.0))])
+    setups = [training.Setup("ours", Recipe(lr=5.0, optimizer="fused")), training.Setup("native, amp", Recipe(lr=0.0))]
+    monkeypatch.setattr(steps, "chosen", lambda model: list(setups))
     replies = [(setup.name, setup.recipe.lr, reply) for setup, reply in steps.replies(steps.MODELS["a"])]
     assert replies == [
         ("native, amp", 0.0, {"loss": 1.0}),
         ("quack", 3.0, {"loss": 1.0}),
         ("torchao", 4.0, {"failed": "torchao cannot"}),
+        ("ours", 5.0, {"loss": 1.0}),
         ("liger", 2.0, {"loss": 1.0, "first_choice_failed": "liger cannot"}),
     ]
-    assert asked == [[("native, amp", 0), ("liger", 1), ("quack", 3), ("torchao", 4)], [("liger", 2)]]
+    # What compiles longest gets ready in the first group, beside what all are set against.
+    first = [("native, amp", 0), ("quack", 3), ("torchao", 4), ("ours", 5), ("liger", 1)]
+    assert asked == [first, [("liger", 2)]]
 
 
 class Threads:
