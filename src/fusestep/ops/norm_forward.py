@@ -284,9 +284,9 @@ def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLa
     their loads join the pipeline); programs of two or more warps lose a tenth, since it is instructions, not bytes,
     that bound narrow rows. Three parts of 256 columns, which leave no lane idle, with stores marked as streamed: 0.87
     and 0.90; but what reads the rows next would not find them in the cache, and without the mark they gain nothing.
-    From 2048 on one program a row, a warp for each 1024 columns: 0.91 at 2048, 0.94 and 0.95 at 4096, 0.96 at 8192,
-    0.96 at 16384 (RMSNorm); other warps are within 0.02, persistent programs lose up to a tenth, and weights kept in
-    registers 0.06.
+    From 2048 on one program a row, a warp for each 1024 columns, at most eight: 0.89 and 0.93 at 2048, 0.95 at 4096,
+    where RMSNorm takes eight and 0.97, 0.96 and 0.97 at 8192, 0.97 at 16384 (RMSNorm); other warps lose up to 0.02,
+    persistent programs a tenth, weights kept in registers 0.06, loads marked as read once 0.02 to 0.05.
 
     A LayerNorm row of 16384 in registers took 1.05 of what torch.compile took. In blocks of 4096 on 16 warps, the first
     pass marked as read again and the second as read for the last time, it took 0.99 (1.05 without the marks, 1.11 with
@@ -297,7 +297,8 @@ def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLa
         return ForwardLaunch(4096 if block == 16384 else 8192, 1, None, 16)
     if block <= 1024:
         return ForwardLaunch(block, min(128, 2048 // block), 12 * multiprocessors, 1, 3, reload=False)
-    return ForwardLaunch(block, 1, None, 32 if block == 32768 else min(8, block // 1024))
+    warps = 8 if block == 4096 and not centred else min(8, block // 1024)
+    return ForwardLaunch(block, 1, None, 32 if block == 32768 else warps)
 
 
 def prepare_forward(
