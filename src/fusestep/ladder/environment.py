@@ -47,8 +47,17 @@ def describe(device: torch.device) -> dict[str, object]:
         "triton": here.triton,
         "fusestep": here.fusestep,
         "commit": _commit(),
-        "variables": here.variables | {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": {name: _unplaced(value) for name, value in (here.variables | _set_variables()).items()},
     }
+
+
+def _set_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def _unplaced(value: str) -> str:
+    """A program's name where a variable gives its path: where it lies on this machine is nobody's business."""
+    return Path(value).name if Path(value).is_absolute() else value
 
 
 def _command() -> str:
