@@ -69,7 +69,7 @@ class FusedAdam(FusedOptimizer):
     _plan_class: ClassVar[type[StepPlan]] = AdamPlan
     _dense: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _kin: ClassVar[str] = "FusedAdam or torch.optim.AdamW without amsgrad"
-    _kept: ClassVar[tuple[str, ...]] = (*FusedOptimizer._kept, "moment_dtype", "store_param_remainders")
+    _settings: ClassVar[tuple[str, ...]] = (*FusedOptimizer._settings, "moment_dtype", "store_param_remainders")
 
     def __init__(
         self,

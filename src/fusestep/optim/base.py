@@ -50,8 +50,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _sparse: ClassVar[str] = "torch.optim.SparseAdam"
     #: Whether a saved state tells how many steps were taken, where it has no count of its own.
     _counts_steps: ClassVar[bool] = True
-    #: Attributes that a pickle keeps.
-    _kept: ClassVar[tuple[str, ...]] = ("master_weights", "capturable", "_has_warned", "_counters")
+    #: Attributes that states and plans go by, as the constructor's options of these names.
+    _settings: ClassVar[tuple[str, ...]] = ("master_weights", "capturable")
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, master_weights: bool, capturable: bool
@@ -90,8 +90,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what can be worked out again; never part of a pickle."""
         self._plan: StepPlan | None = None
+        self._planned_with: tuple[Any, ...] = ()
         self._members: list[Tensor] = []
         self._sizes: list[int] = []
+        self._has_complex = False
         self._states: list[State] = []
         self._sharding: Sharding | None = None
         self._locals: list[Tensor] = []
@@ -179,7 +181,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._list_members()
         who = type(self).__name__
-        gradients, has_main = gathered(who, self._members, self._sharding, self._sparse)
+        gradients, has_main = gathered(who, self._members, self._sharding, self._sparse, is_complex=self._has_complex)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if is_capturing:
             check_capture(who, self._members, gradients, self.capturable)
@@ -205,6 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if sizes != self._sizes or not all(map(is_, members, self._members)):
             self._members, self._sizes = members, sizes
             self._sharding = sharding_of(members)
+            self._has_complex = any(map(torch.is_complex, members))
             self._plan = None
 
     def _plan_for(self, gradients: list[Tensor | None], is_capturing: bool) -> StepPlan:
@@ -214,7 +217,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if plan is not None and len(self._states) == len(self.state):
             self._keep_lr_on_device()
             is_same = all(map(is_, self.state.values(), self._states)) and self._has_its_parts()
-            if is_same and plan.take(self.param_groups, gradients):
+            if is_same and self._planned_with == self._set() and plan.take(self.param_groups, gradients):
                 if is_capturing and not plan.is_captured:
                     plan.is_captured = True
                     self._captured_plans.append(plan)
@@ -255,16 +258,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             if state is not None and part is not None:
                 state["step"] = part["step"]  # the plan packs them
         self._states = list(self.state.values())
+        self._planned_with = self._set()
         return self._plan
 
+    def _set(self) -> tuple[Any, ...]:
+        """What the settings are now, which a script may change between steps, and TrainStep does."""
+        return tuple(getattr(self, name) for name in self._settings)
+
     def _check_sizes(self, gradients: list[Tensor | None]) -> None:
-        """Raises: UserError for a gradient or a state of another size than its parameter."""
+        """Raises: UserError for a gradient or a state of another size than its parameter, and for a parameter that was
+        given data which cannot be stepped.
+        """
         number = 0
         for group in self.param_groups:
             names, dense = group.get("param_names"), self._dense_states(group)
             for place, parameter in enumerate(group["params"]):
                 gradient = gradients[number]
                 if gradient is not None:
+                    self._check_parameter(parameter, number)
                     named = f"parameter {number}" if names is None else f"parameter {number} ({names[place]})"
                     state = self.state.get(parameter, {})
                     check_sizes(self._who, named, parameter, gradient, state, dense, self._scalars)
@@ -418,7 +429,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._kept}}
+        kept = (*self._settings, "_has_warned", "_counters")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()

@@ -51,12 +51,12 @@ def clip_grad_norm_(
         return torch.zeros(())
     if any(gradient.layout != torch.strided for _, gradient in present):
         raise RuntimeError("clip_grad_norm_: a gradient is sparse; build its embedding with sparse=False.")
-    gradients = [local_of(gradient) for _, gradient in present]
+    gradients = [_unmarked(local_of(gradient)) for _, gradient in present]
     sharding = sharding_of([parameter for parameter, _ in present])
     if sharding is None:
         norm = _norm(gradients, norm_type)
     else:
-        parts = [local_gradient("clip_grad_norm_", *both, number) for number, both in enumerate(present)]
+        parts = [_unmarked(local_gradient("clip_grad_norm_", *both, number)) for number, both in enumerate(present)]
         by_count: dict[int, list[Tensor]] = {}
         for part, count in zip(parts, sharding.replicas, strict=True):
             by_count.setdefault(count, []).append(part)
@@ -80,6 +80,15 @@ def clip_grad_norm_(
             if wide is not same:
                 torch._foreach_copy_(same, wide)
     return norm
+
+
+def _unmarked(gradient: Tensor) -> Tensor:
+    """The same memory without the mark of a conjugate or a change of sign: neither changes a norm, nor what a factor
+    does to it, and torch's lists of tensors take no such marks.
+    """
+    if gradient.is_conj():
+        gradient = gradient.conj()
+    return torch._neg_view(gradient) if gradient.is_neg() else gradient
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -58,3 +58,8 @@ def check_parameter(who: str, parameter: object, number: int) -> None:
             f"{who}: several elements of parameter {number} share one place in memory (it was expanded); pass a "
             "contiguous copy."
         )
+    if parameter.is_conj() or parameter.is_neg():
+        raise UserError(
+            f"{who}: parameter {number} is a view that changes signs as it is read, as .conj() gives; pass what its "
+            ".resolve_conj().resolve_neg() gives."
+        )

@@ -30,6 +30,7 @@ def _like_here(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     if (
         value.dtype == dtype
         and value.device == parameter.device
+        and not (value.is_conj() or value.is_neg())
         and (found == strides or not value.numel())
         and value is not parameter
     ):

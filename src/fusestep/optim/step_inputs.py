@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,13 +19,17 @@ from fusestep.optim.loading import MASTERS
 from fusestep.optim.sharding import Sharding, local_gradient
 from fusestep.optim.step_plan import Scaling, State
 
+_layout = attrgetter("layout")
+
 
 def gathered(
-    who: str, members: Sequence[Tensor], sharding: Sharding | None, for_sparse: str
+    who: str, members: Sequence[Tensor], sharding: Sharding | None, for_sparse: str, *, is_complex: bool
 ) -> tuple[list[Tensor | None], bool]:
     """This step's gradients, None where missing, of the parts that lie here; and whether any comes from main_grad.
 
-    Args: who, for_sparse: for errors: the optimizer, and what to use for sparse gradients.
+    Args:
+        who, for_sparse: for errors: the optimizer, and what to use for sparse gradients.
+        is_complex: whether a parameter is.
     """
     gradients: list[Tensor | None] = [parameter.grad for parameter in members]
     has_main = False
@@ -33,17 +38,22 @@ def gathered(
             _check_main_grad(who, members[number], main, number)
             gradients[number] = main
             has_main = True
-    layouts = [None if gradient is None else gradient.layout for gradient in gradients]
-    for layout in set(layouts) - {None, torch.strided}:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if set(map(_layout, present)) - {torch.strided}:
+        number = next(n for n, one in enumerate(gradients) if one is not None and one.layout != torch.strided)
         raise RuntimeError(
-            f"{who}.step: the gradient of parameter {layouts.index(layout)} is sparse; use {for_sparse} for it, or "
-            "build its embedding with sparse=False. Nothing was changed."
+            f"{who}.step: the gradient of parameter {number} is sparse; use {for_sparse} for it, or build its "
+            "embedding with sparse=False. Nothing was changed."
         )
     if sharding is not None:
         gradients = [
             None if gradient is None else local_gradient(who, parameter, gradient, number)
             for number, (parameter, gradient) in enumerate(zip(members, gradients, strict=True))
         ]
+        present = [gradient for gradient in gradients if gradient is not None]
+    # Autograd leaves a conjugate or a change of sign as a mark on the tensor, and launches read its memory.
+    if any(map(Tensor.is_neg, present)) or (is_complex and any(map(Tensor.is_conj, present))):
+        gradients = [None if one is None else one.resolve_conj().resolve_neg() for one in gradients]
     return gradients, has_main
 
 

@@ -2,8 +2,8 @@
 
 A plan is built at the first step and again when something moved that its tables hold. In the ordinary step nothing
 moved but the gradients, and their addresses alone are compared and, where they changed, uploaded. Parameters that
-have no gradient in this step stay in their table with an address of 0. Sizes are compared too: memory keeps its address
-when a parameter becomes a narrower view of it, or is freed and handed out again.
+have no gradient in this step stay in their table with an address of 0. Sizes, strides and dtypes are compared too:
+memory keeps its address when a parameter becomes another view of it, or is freed and handed out again.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class StepPlan(ABC):
     def _remember(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> None:
         self._lr_addresses = [lr_address(group["lr"]) for group in groups]
         self._parameter_keys = _parameter_keys(self.weights)
+        self._complex = list(filter(Tensor.is_complex, self.weights))
         self._revision = revision()
         present = [g for g in gradients if g is not None]
         keys = _gradient_keys(present, list(map(Tensor.data_ptr, present)))
@@ -162,7 +163,7 @@ class StepPlan(ABC):
         self._state_values = self._values()
         self._state_tensors = [value for value in self._state_values if isinstance(value, Tensor)]
         # Step counts have no size that a launch goes by.
-        self._sized_states = [
+        self._walked_states = [
             value
             for state in self._states
             for key, value in state.items()
@@ -173,9 +174,14 @@ class StepPlan(ABC):
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._states)))
 
-    def _found_of_states(self) -> tuple[list[int], list[int]]:
-        """What may change of states that are the same objects: their addresses and numbers of elements."""
-        return list(map(Tensor.data_ptr, self._state_tensors)), list(map(Tensor.numel, self._sized_states))
+    def _found_of_states(self) -> tuple[list[Any], ...]:
+        """What may change of states that are the same objects: their addresses, strides, sizes in bytes."""
+        walked = self._walked_states
+        return (
+            list(map(Tensor.data_ptr, self._state_tensors)),
+            list(map(Tensor.stride, walked)),
+            list(map(_nbytes, walked)),
+        )
 
     def take(self, groups: Sequence[dict[str, Any]], gradients: list[Tensor | None]) -> bool:
         """Point the tables at this step's gradients; False if anything else moved, and then a new plan is needed.
@@ -188,6 +194,7 @@ class StepPlan(ABC):
             or not all(map(is_, values, self._state_values))
             or self._found_of_states() != self._state_keys
             or _parameter_keys(self.weights) != self._parameter_keys
+            or any(map(Tensor.is_conj, self._complex))
             or revision() != self._revision
             or self.copies.have_moved()
             or [lr_address(group["lr"]) for group in groups] != self._lr_addresses
@@ -420,16 +427,16 @@ def lies_on(lr: Tensor | float, device: torch.device) -> bool:
     return isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32 and lr.device.type != "cpu"
 
 
-_dtype = attrgetter("dtype")
+_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def _keys(tensors: list[Tensor], addresses: list[int]) -> tuple[list[Any], ...]:
-    """What a table's entries hold of tensors: these addresses, dtypes, strides, numbers of elements."""
+    """What a table's entries hold of tensors: these addresses, dtypes, strides, sizes."""
     return (
         addresses,
         list(map(_dtype, tensors)),
         list(map(Tensor.stride, tensors)),
-        list(map(Tensor.numel, tensors)),
+        list(map(Tensor.size, tensors)),
     )
 
 
