@@ -153,13 +153,6 @@ def test_the_readme_shows_the_demo_s_commands() -> None:
     assert block.splitlines() == COMMANDS
 
 
-def test_the_readme_s_figures_are_those_of_the_results_files() -> None:
-    text = figures.README.read_text()
-    assert text == figures.with_figures(text, figures.figures(figures.newest_results(figures.RESULTS))), (
-        "run make figures"
-    )
-
-
 def test_the_newest_results_of_each_part_are_shown(tmp_path: Path) -> None:
     for name in ("2026-01-09-chip-adam", "2026-01-10-chip-adam", "2026-01-08-chip-norms"):
         (tmp_path / f"{name}.json").write_text("{}")

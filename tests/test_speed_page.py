@@ -11,9 +11,11 @@ import pytest
 import beside_targets
 import drop_in_figures
 import figures
+import measured_page
 import rank_tables
 import scaling_chart
 import speed
+import summary
 import targets
 
 RESULTS = figures.newest_results(figures.RESULTS)
@@ -29,14 +31,37 @@ def judged(name: str, *rows: dict[str, Any]) -> speed.Row:
     return speed.judged(one, {one.part: {"rows": list(rows)}})
 
 
-def test_the_page_is_made_from_the_results() -> None:
-    assert speed.PAGE.read_text() == speed.page(RESULTS, speed.explained()), "run make figures"
+def test_the_pages_are_made_from_the_results() -> None:
+    for path, text in figures.made_pages(RESULTS).items():
+        assert path.read_text() == text, f"{path.name}: run make figures"
 
 
 def test_figures_between_marks_are_those_of_the_results() -> None:
     for path, shown in figures.marked_pages(RESULTS).items():
         text = path.read_text()
         assert text == figures.with_figures(text, shown), f"{path.name}: run make figures"
+
+
+def test_the_readme_shows_each_model_with_the_best_of_the_others_and_what_is_claimed() -> None:
+    def row(name: str, precision: str, ms: float, gigabytes: float) -> dict[str, Any]:
+        own = {"model": "c", "parameters": 163e6, "tokens": 16384, "peak_reserved_bytes": gigabytes * 1e9}
+        return {"configuration": name, "precision": precision, "device_ms": ms, **own}
+
+    rows = [
+        row("native, amp", "bf16", 32.0, 11),
+        row("native, all bf16", "bf16", 31.0, 9),
+        row("fusestep bf16", "bf16", 30.0, 8.6),
+        row("fusestep fp8 delayed, masters", "fp8", 24.0, 7.5),
+        row("fusestep fp8 delayed, remainders", "fp8", 25.6, 7.1),
+        row("liger", "bf16", 41.0, 8.7),
+        row("quack", "bf16", 38.0, 9.2),
+        {"configuration": "torchao", "failed": "no such kernel"},
+    ]
+    shown = summary.whole_steps({"steps-c": {"rows": rows}}).splitlines()[2:]
+    assert shown == [
+        "| C: 163 M, 16,384 tokens | 32.00 ms | 31.00 ms | quack 38.00 ms | 30.00 ms | 25.60 ms | 1.25× | 7.1 / 11.0 |"
+    ]
+    assert summary.kernels({}).count("\n") == 1
 
 
 def test_every_missed_row_is_explained_and_no_other() -> None:
@@ -189,7 +214,7 @@ def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
     assert "| B: fusestep fp8 current | fp32 / fp32 / none | failed |" in text
     assert "not installed: liger" in text
     assert "| fusestep bf16, depth 16 | 2.29 | 1.78 | 0.78 |" in text
-    assert "605 M, 8192 tokens" in figures.figures(results)
+    assert "605 M, 8192 tokens" in measured_page.page(results)
     chart = tmp_path / "chart.svg"
     scaling_chart.draw(results[1], chart)
     assert "drawn from scaling.json" in chart.read_text()
@@ -212,9 +237,9 @@ def test_a_ladder_shows_what_stands_beside_its_rungs() -> None:
         {"name": "te-fp8", "step_ms": None, "device_ms": None, "peak_bytes": None},
         {"name": "liger", "step_ms": 9.5, "device_ms": 9.5, "device_is_upper_bound": True, "peak_bytes": 2**31},
     ]
-    text = figures.ladder({**ladder, "contenders": beside})
+    text = measured_page.ladder({**ladder, "contenders": beside})
     assert text == (
-        f"{figures.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 4.10 ms | 3 MiB |  |  |\n"
+        f"{measured_page.ladder(ladder)}\n| beside: native-amp | 4.25 ms | 4.10 ms | 3 MiB |  |  |\n"
         "| beside: liger | 9.50 ms | ≤ 9.50 ms | 2,048 MiB |  |  |"
     )
 
@@ -223,7 +248,7 @@ def test_a_ladder_has_a_row_for_each_of_its_rungs() -> None:
     """With the device's time beside the wall's, and a rung that did not run among them."""
     ladder = next(result for result in RESULTS if "rungs" in result)
     gone = {**ladder["rungs"][-1], "name": "gone", "step_ms": None}
-    lines = figures.ladder({**ladder, "rungs": [*ladder["rungs"], gone]}).splitlines()[4:]
+    lines = measured_page.ladder({**ladder, "rungs": [*ladder["rungs"], gone]}).splitlines()[4:]
     for rung, line in zip(ladder["rungs"], lines, strict=False):
         name, step, device, peak, gain, _ = (cell.strip() for cell in line.strip("|").split("|"))
         assert (name, step) == (f"`{rung['name']}`", f"{rung['step_ms']:.2f} ms")

@@ -154,6 +154,13 @@ def all_rows(results: dict[str, Data]) -> list[Row]:
     return [judged(target, results) for target in targets.targets()]
 
 
+def counted(rows: list[Row]) -> str:
+    """How many there are of each verdict."""
+    measured = [row for row in rows if row.ours is not None]
+    met = sum(row.missed is None for row in measured)
+    return f"{len(rows)} rows: {met} met, {len(measured) - met} missed, {len(rows) - len(measured)} not measured."
+
+
 def cells(row: Row) -> list[str]:
     """A line of a table."""
     target = row.target
@@ -188,12 +195,7 @@ def page(results: list[Data], explanations: dict[str, str]) -> str:
     """The whole page."""
     by_part = of_parts(results)
     rows = all_rows(by_part)
-    measured = [row for row in rows if row.ours is not None]
-    met = sum(row.missed is None for row in measured)
-    parts = [
-        HEAD.format(date=targets.QUOTED_ON, share=targets.OF_BEST_PEER),
-        f"{len(rows)} rows: {met} met, {len(measured) - met} missed, {len(rows) - len(measured)} not measured.",
-    ]
+    parts = [HEAD.format(date=targets.QUOTED_ON, share=targets.OF_BEST_PEER), counted(rows)]
     for name in dict.fromkeys(row.target.table for row in rows):
         own = [row for row in rows if row.target.table == name]
         header = ["row", "floor", f"others, {targets.QUOTED_ON}", "best other, same run", "ours", "target", ""]
