@@ -221,4 +221,7 @@ def page(results: list[dict[str, Any]]) -> str:
     shown += [
         (title, show(one), one) for part, (title, show) in PARTS.items() for one in results if one.get("part") == part
     ]
-    return "\n\n".join((HEAD, *(f"## {title}\n\n{text}\n\n{speed.source(one)}" for title, text, one in shown))) + "\n"
+    return (
+        "\n\n".join((HEAD.strip(), *(f"## {title}\n\n{text}\n\n{speed.source(one)}" for title, text, one in shown)))
+        + "\n"
+    )
