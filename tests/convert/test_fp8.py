@@ -145,6 +145,16 @@ def test_names_in_the_state_dict_stay_also_with_scales_and_copies(models: Simple
     assert torch.equal(model(tokens), plain(tokens))
 
 
+def test_undo_takes_back_what_was_asked_for_copies_of_biases() -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.Linear(32, 5))
+    report = convert(model, fp8=DelayedScaling())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(3, 32))
+    assert any(vars(model[0].bias))
+    report.undo()
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
 def test_heads_tied_layers_routers_and_adapters_stay(models: SimpleNamespace) -> None:
     model = models.Decoder()
     model.score = nn.Linear(32, 2)

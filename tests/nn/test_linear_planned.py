@@ -15,6 +15,7 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.casts_blocks import BlockCasts
 from fusestep.fp8.casts_tensorwise import TensorwiseCasts
 from fusestep.fp8.copies import copies_of
+from fusestep.fp8.plain_copies import attach_plain, write_plain
 from fusestep.nn import Linear
 from fusestep.ops.block_product import multiply_blocks
 from fusestep.ops.block_scaling_launch import ROW, TILE
@@ -152,6 +153,36 @@ def test_weights_that_the_optimizer_cast_are_multiplied_as_they_are(
 
     found = run()
     assert planned == [False, True, False]
+    unplanned(monkeypatch)
+    equal(found, run())
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("recipe", [RECIPES[0], BLOCKS[0]])
+def test_a_bias_in_fp32_is_added_by_its_copy(
+    recipe: fp8.Recipe, planned: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Linear(16, 32)
+    torch.nn.init.normal_(layer.bias)
+
+    def run() -> list[Tensor]:
+        """Of a layer that holds a copy of its bias, until the bias is written."""
+        layer._reset_fp8()
+        copies = attach_plain((layer.bias,), torch.bfloat16)
+        write_plain([(copies, 0, layer.bias)])
+        copies.mark(layer.bias)
+        found = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                found += steps(layer, recipe, (16, 16), torch.float32, 1)
+            with torch.no_grad():
+                layer.bias.neg_()
+        return found
+
+    found = run()
+    assert planned == [False]
+    assert found[3].dtype is torch.float32  # the bias's gradient
     unplanned(monkeypatch)
     equal(found, run())
 

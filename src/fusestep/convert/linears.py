@@ -56,7 +56,7 @@ class FP8Linear(Linear, Kind):
         self._reset_fp8()
 
     def _released(self) -> None:
-        _forget_copies(self.weight)
+        _forget_copies(self.weight, self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # Without the scales: the old model's state dict has none, and the first step finds them in the tensors.
@@ -106,7 +106,7 @@ class FP8MultiheadAttention(FusedMultiheadAttention, FP8Linear):  # type: ignore
         return Linear.implementation(self)
 
     def _released(self) -> None:
-        _forget_copies(self.in_proj_weight)
+        _forget_copies(self.in_proj_weight, self.in_proj_bias)
 
 
 class FP8Forward(Kind):
@@ -122,10 +122,11 @@ class FP8Forward(Kind):
             return super().forward(*args, **kwargs)
 
 
-def _forget_copies(weight: Tensor) -> None:
-    """Forget the copies of a weight that the optimizer was asked to write."""
-    if getattr(weight, ATTRIBUTE, None) is not None:
-        delattr(weight, ATTRIBUTE)
+def _forget_copies(*parameters: Tensor | None) -> None:
+    """Forget the copies of parameters that the optimizer was asked to write."""
+    for parameter in parameters:
+        if getattr(parameter, ATTRIBUTE, None) is not None:
+            delattr(parameter, ATTRIBUTE)
 
 
 def fp8_patterns(model: nn.Module, recipe: Recipe, skip: Sequence[str], keep: tuple[int, int]) -> list[Pattern]:

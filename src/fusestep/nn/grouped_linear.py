@@ -152,6 +152,7 @@ class _Shifted:
     def __init__(self, module: GroupedLinear, casts: Casts, offset: int) -> None:
         self._module, self._casts, self._offset = module, casts, offset
         self.block, self.weight_block = casts.block, casts.weight_block
+        self.training = module.training
 
     def gradient(
         self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None

@@ -29,6 +29,7 @@ from fusestep.nn.fused_norm import (
 from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
 from fusestep.nn.linear import Linear
 from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
+from fusestep.nn.operands import bias_to_add
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_joined import Joined
@@ -199,7 +200,7 @@ class _LayerNormLinear(torch.autograd.Function):
         normed = casts.norm(x, residual, norm, INPUT, grad and weight_needed, dtype, keep_output)
         quantized = normed.quantized
         quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, grad, through, first)
-        y = forward_product(casts, quantized, quantized_weight, bias, dtype)
+        y = forward_product(casts, quantized, quantized_weight, bias_to_add(module, bias, dtype, grad), dtype)
         if grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(

@@ -30,7 +30,7 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
-from fusestep.nn.operands import autocast_operands
+from fusestep.nn.operands import autocast_operands, bias_to_add
 from fusestep.nn.products import (
     forward_product,
     input_gradient,
@@ -308,10 +308,10 @@ class _LayerNormMLP(torch.autograd.Function):
                 x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output
             )
         w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, grad, through_fc1, first)
-        h = forward_product(casts, n, w1, fc1_bias, dtype)
+        h = forward_product(casts, n, w1, bias_to_add(module, fc1_bias, dtype, grad), dtype)
         a = casts.activation(h, activation, FC2_INPUT, grad and fc2_needed)
         w2 = module._quantized_weight(fc2_weight, (fc2_weight,), FC2_WEIGHT, casts, grad, through_fc2, first)
-        y = forward_product(casts, a, w2, fc2_bias, dtype)
+        y = forward_product(casts, a, w2, bias_to_add(module, fc2_bias, dtype, grad), dtype)
         if grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(

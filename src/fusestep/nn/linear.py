@@ -28,10 +28,10 @@ from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.nn.biased_linear import linear_by_copies
-from fusestep.nn.fp8_module import FP8Module, Initialiser, initialise
+from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise
 from fusestep.nn.head_split import HeadSplit
 from fusestep.nn.linear_function import GRADIENT, INPUT, OPERANDS, WEIGHT, apply_linear
-from fusestep.nn.operands import autocast_operands, put_together, stand_in
+from fusestep.nn.operands import autocast_operands, bias_to_add, put_together, stand_in
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import plain_linear
 
@@ -225,7 +225,9 @@ class Linear(FP8Module):
         ):
             return None, None
         grad = torch.is_grad_enabled()
-        key = call_key(x, weight, bias, (grad and x.requires_grad, grad and weight.requires_grad))
+        dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
+        added = bias_to_add(self, bias, dtype, grad)
+        key = call_key(x, weight, added, dtype, (grad and x.requires_grad, grad and weight.requires_grad))
         before = self._casts
         plans = None if before is None else before.products.get(key)
         if plans is None:
@@ -244,10 +246,10 @@ class Linear(FP8Module):
         planned = None if plans is None else plans.get(is_known)
         if planned is None:
             if plans is None or is_known not in plans:
-                planned = plan_linear(casts, key, x, weight, sources, bias, OPERANDS, is_known)
+                planned = plan_linear(casts, key, x, weight, sources, added, OPERANDS, is_known)
             if planned is None:
                 return None, casts
-        return apply_planned(x, weight, bias, (planned, casts, sources, known, GRADIENT, grad, split)), casts
+        return apply_planned(x, weight, bias, (planned, casts, sources, known, added, GRADIENT, grad, split)), casts
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:
         """y, with the bias where it is to be added here."""

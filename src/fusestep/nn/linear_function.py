@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusestep.nn.fp8_module import activation_dtype, plain_apply
 from fusestep.nn.head_split import cast_gradient, rows_of, split_gradients
+from fusestep.nn.operands import bias_to_add
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.quantize_joined import Joined
@@ -44,7 +45,7 @@ class _Linear(torch.autograd.Function):
         else:
             of = (whole(weight, sources), sources, OPERANDS, casts, grad, columnwise, first)
             q_x, known = module._quantized_operands(rows, *of)
-        y = forward_product(casts, q_x, known, bias, dtype)
+        y = forward_product(casts, q_x, known, bias_to_add(module, bias, dtype, grad), dtype)
         if grad:
             through = (known.transposed, known.transposed_scale_inv) if x_needed else (None, None)
             ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)

@@ -1,7 +1,8 @@
 """Weights and biases as products read them: put together of several parameters, and in the copies that FusedAdam wrote.
 
-In FP8 the copies take the place of a cast (quantized_weights.py). Elsewhere, under torch.autocast, they take the
-place of autocast's own: `autocast_operands` gives what a product may multiply by, which biased_linear.py then does.
+In FP8 the copies take the place of a cast: of weights in quantized_weights.py, of biases by `bias_to_add`. Elsewhere,
+under torch.autocast, they take the place of autocast's own: `autocast_operands` gives what a product may multiply by,
+which biased_linear.py then does.
 Where there is none yet, or a script wrote parameters since, the call casts them itself: whether copies are at hand
 decides on time, not on a bit of a result, so that a run that is resumed equals one that was not stopped.
 Either way the gradient goes to each parameter as through a cast and torch.cat.
@@ -118,6 +119,26 @@ def autocast_operands(
             with torch.no_grad():
                 found.append(put_together(parameters).to(dtype))
     return found[0], None if biases is None else found[1]
+
+
+def bias_to_add(module: nn.Module, bias: Tensor | None, dtype: torch.dtype, grad: bool) -> Tensor | None:
+    """A bias as a product in FP8 is given it: a copy that the optimizer wrote, or itself, which the product casts.
+
+    A copy in training with gradients enabled alone. The optimizer is asked for one that it was not yet.
+
+    Args:
+        module: whose bias it is.
+        dtype: of the product's output.
+        grad: whether gradients are enabled where the module was called.
+    """
+    if bias is None or bias.dtype is dtype or not (grad and module.training) or torch.compiler.is_compiling():
+        return bias
+    copies = _asked_for((bias,), dtype)
+    if copies is None:
+        if _may_have_copies((bias,), bias, dtype):
+            attach_plain((bias,), dtype)
+        return bias
+    return copies.values if copies.values is not None and copies.is_current(bias) else bias
 
 
 def _asked_for(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> PlainCopies | None:

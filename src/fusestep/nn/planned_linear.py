@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fusestep.fp8.casts import Casts, Planned
-from fusestep.nn.fp8_module import activation_dtype
 from fusestep.nn.products import refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
@@ -25,12 +24,12 @@ MOST_PLANS = 256
 
 class _PlannedLinear(torch.autograd.Function):
     """y = x · weightᵀ + bias by a plan, or q, k and v that it consists of; `call` is (the plan, the casts that it was
-    made by, the sources of the weight, the weight where it is cast already, the slot of the gradient, whether gradients
-    are enabled, the split into heads or None)."""
+    made by, the sources of the weight, the weight where it is cast already, the bias as it is added, the slot of the
+    gradient, whether gradients are enabled, the split into heads or None)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Any:
-        planned, casts, sources, known, gradient_slot, grad, split = call
+        planned, casts, sources, known, added, gradient_slot, grad, split = call
         shape = x.shape
         is_matrix = len(shape) == 2
         # Kernels ask for no more than where rows lie.
@@ -38,7 +37,7 @@ class _PlannedLinear(torch.autograd.Function):
         if len(sources) > 1 and known is None:
             weight = whole(weight, sources)
         y: Tensor
-        y, kept = planned.forward(rows, weight, known, bias, casts.slots, casts.counts)
+        y, kept = planned.forward(rows, weight, known, added, casts.slots, casts.counts)
         if grad:
             ctx.save_for_backward(*kept)
             sums_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
@@ -101,9 +100,13 @@ _PlannedLinear._backward_cls.apply = _PlannedLinear.backward  # type: ignore[att
 apply_planned: Any = super(torch.autograd.Function, _PlannedLinear).apply
 
 
-def call_key(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool]) -> tuple[Any, ...]:
-    """What decides on a call's plan: layouts, the dtype of y, which gradients of x and of the weight will be wanted."""
-    dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
+def call_key(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needed: tuple[bool, bool]
+) -> tuple[Any, ...]:
+    """What decides on a call's plan: layouts, the dtype of y, which gradients of x and of the weight will be wanted.
+
+    Args: bias: as it is added.
+    """
     of_bias = None if bias is None else (bias.dtype, bias.stride())
     of_weight = weight.shape, weight.stride(), weight.dtype, weight.device
     return dtype, needed, x.shape, x.stride(), x.dtype, x.device, of_bias, of_weight

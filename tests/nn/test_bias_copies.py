@@ -1,0 +1,250 @@
+"""In FP8 products add the copies of biases that FusedAdam wrote: no cast, the same bits, never stale."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusestep
+from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_autocast
+from fusestep.fp8.recipes import Recipe
+from fusestep.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
+from fusestep.optim import FusedAdam, FusedSGD
+
+BF16 = torch.bfloat16
+RECIPES = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()]
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **options: Linear(24, 41, **options),
+    "LayerNormLinear": lambda **options: LayerNormLinear(24, 40, **options),
+    "LayerNormMLP": lambda **options: LayerNormMLP(24, 33, activation="swiglu", **options),
+    "GroupedLinear": lambda **options: GroupedLinear(2, 24, 19, **options),
+    "TransformerLayer": lambda **options: TransformerLayer(
+        24, 48, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **options
+    ),
+}
+
+
+@pytest.fixture(params=list(MODULES))
+def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return MODULES[request.param]
+
+
+def biases_of(module: nn.Module) -> list[Tensor]:
+    """The biases that products add."""
+    return [p for name, p in module.named_parameters() if "bias" in name and "layer_norm" not in name]
+
+
+class Casts(TorchDispatchMode):
+    """Counts products that are given a bias, and casts and copies of biases: by products, or beforehand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.addresses = {bias.data_ptr() for bias in biases_of(module)}
+        self.products = self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name == "scaled_mm" and args[7] is not None:
+            self.products += 1
+            self.count += args[7].dtype is not args[6]
+        elif name in ("_to_copy", "copy_", "cat", "clone"):
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:2]
+            self.count += any(isinstance(one, Tensor) and one.data_ptr() in self.addresses for one in given)
+        return func(*args, **(kwargs or {}))
+
+
+def forward(module: nn.Module, x: Tensor, recipe: Recipe, dtype: torch.dtype = BF16, **options: Any) -> Tensor:
+    splits = ([x.shape[0] - 3, 3],) if isinstance(module, GroupedLinear) else ()
+    with torch.autocast(x.device.type, dtype), fp8_autocast(recipe=recipe):
+        y: Tensor = module(x, *splits, **options)
+    return y
+
+
+def casts(module: nn.Module, x: Tensor, recipe: Recipe, dtype: torch.dtype = BF16, **options: Any) -> int:
+    """How often a forward and its backward cast a bias."""
+    with Casts(module) as seen:
+        y = forward(module, x, recipe, dtype, **options)
+        if y.requires_grad:
+            y.float().square().mean().backward()
+    assert seen.products == len(biases_of(module))
+    return seen.count
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, recipe: Recipe, **options: Any) -> Tensor:
+    y = forward(module, x, recipe, **options)
+    y.float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+def with_biases(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for bias in biases_of(module):
+            bias.copy_(torch.randn(bias.shape))
+    return module
+
+
+def data(module: nn.Module, device: torch.device) -> Tensor:
+    shape = (11, 24) if isinstance(module, GroupedLinear) else (2, 5, 24)
+    return torch.randn(shape, device=device)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_a_step_casts_no_bias_once_the_optimizer_has(
+    make: Any, recipe: Recipe, kind: Callable[..., torch.optim.Optimizer], device: torch.device
+) -> None:
+    module = make(device=device)
+    optimizer = kind(module.parameters(), lr=1e-3)
+    x = data(module, device)
+    assert casts(module, x, recipe) == len(biases_of(module)) > 0
+    for _ in range(2):
+        step(module, optimizer, x, recipe)
+        assert casts(module, x, recipe) == 0
+    assert casts(module.eval(), x, recipe) == len(biases_of(module))
+
+
+def test_a_bias_in_the_dtype_of_the_output_or_of_another_optimizer_has_no_copy(device: torch.device) -> None:
+    x = torch.randn(5, 24, device=device)
+    half, other, frozen = (Linear(24, 40, device=device) for _ in range(3))
+    half.bias.data = half.bias.detach().to(BF16)
+    frozen.bias.requires_grad_(False)
+    wanted = []
+    for module, kind in ((half, torch.optim.AdamW), (other, torch.optim.AdamW), (frozen, FusedAdam)):
+        optimizer = kind([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(2):
+            step(module, optimizer, x, RECIPES[1])
+        wanted.append(casts(module, x, RECIPES[1]))
+    assert wanted == [0, 1, 1]
+    assert not hasattr(half.bias, "fusestep_copies")
+    assert not hasattr(frozen.bias, "fusestep_copies")
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_outputs_and_gradients_are_those_of_a_cast(
+    make: Any, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> None:
+    module = with_biases(make(device=device))
+    twin = copy.deepcopy(module)  # without an optimizer, so that it casts by itself
+    optimizer = FusedAdam(module.parameters(), lr=1e-2)
+    for number in range(3):
+        x = data(module, device)
+        found = []
+        for each in (module, twin):
+            given = x.clone().requires_grad_()
+            y = forward(each, given, recipe, dtype)
+            y.float().square().mean().backward()
+            found.append([y.detach(), given.grad, *(p.grad for p in each.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert ours.dtype is theirs.dtype
+            if device.type == "cpu" or not isinstance(module, TransformerLayer):  # attention adds up in any order there
+                assert torch.equal(ours, theirs)
+            assert bool(ours.any())
+        optimizer.step()
+        assert number == 0 or casts(module, x, recipe, dtype) == 0
+        optimizer.zero_grad()
+        twin.zero_grad()
+        twin.load_state_dict(module.state_dict())
+
+
+CHANGES: dict[str, Callable[[Linear, torch.optim.Optimizer], object]] = {
+    "load_state_dict": lambda m, _: m.load_state_dict({k: torch.randn_like(v) for k, v in m.state_dict().items()}),
+    "copy_": lambda m, _: m.bias.copy_(torch.randn_like(m.bias)),
+    "averaging": lambda m, _: m.bias.lerp_(torch.ones_like(m.bias), 0.5),
+    "data and refresh": lambda m, _: (m.bias.data.mul_(2), fusestep.refresh(m)),
+    "other memory": lambda m, _: setattr(m.bias, "data", torch.randn_like(m.bias)),
+    "another parameter": lambda m, _: setattr(m, "bias", nn.Parameter(torch.randn_like(m.bias))),
+    "another optimizer": lambda m, _: torch.optim.SGD([m.bias], lr=0.3).step(),
+    "another step": lambda _, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_product_adds_what_the_bias_was(change: str, device: torch.device) -> None:
+    layer = with_biases(Linear(24, 41, device=device))
+    assert isinstance(layer, Linear)
+    optimizer = FusedAdam(layer.parameters(), lr=1e-2, max_grad_norm=1.0)
+    x, nothing = torch.randn(5, 24, device=device), torch.zeros(3, 24, device=device)
+
+    def added() -> bool:
+        """Whether y of zeros is the bias, rounded once."""
+        return torch.equal(forward(layer, nothing, RECIPES[1]), layer.bias.detach().to(BF16).expand(3, 41))
+
+    for _ in range(2):
+        step(layer, optimizer, x, RECIPES[1])
+    assert casts(layer, x, RECIPES[1]) == 0
+    assert added()
+    before = layer.bias.detach().clone()
+    with torch.no_grad():
+        CHANGES[change](layer, optimizer)
+    assert not torch.equal(before, layer.bias)
+    assert added()
+    # A step that is skipped leaves right what it did not write.
+    step(layer, optimizer, x * torch.inf, RECIPES[1])
+    assert int(optimizer.skipped_steps) == 1
+    assert added()
+
+
+def test_evaluation_casts_afresh_whatever_was_written_through_data(device: torch.device) -> None:
+    layer = with_biases(Linear(24, 41, device=device))
+    assert isinstance(layer, Linear)
+    optimizer = FusedAdam(layer.parameters(), lr=1e-2)
+    x = torch.randn(5, 24, device=device)
+    step(layer, optimizer, x, RECIPES[1])
+    kept = layer.bias.data.clone()
+    layer.eval()
+    layer.bias.data.fill_(3.0)  # an average, swapped in for an evaluation
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(forward(layer, x * 0, RECIPES[1]), torch.full((5, 41), 3.0, device=device, dtype=BF16))
+    layer.bias.data.copy_(kept)
+    layer.train()
+    with torch.no_grad():
+        assert casts(layer, x, RECIPES[1]) == 1
+    assert casts(layer, x, RECIPES[1]) == 0
+    assert casts(copy.deepcopy(layer), x, RECIPES[1]) == 1
+
+
+def test_micro_batches_with_a_kept_weight_add_the_bias_as_it_is(device: torch.device) -> None:
+    layer = with_biases(Linear(24, 41, device=device))
+    assert isinstance(layer, Linear)
+    optimizer = FusedAdam(layer.parameters(), lr=1e-2)
+    x, recipe = torch.randn(5, 24, device=device), RECIPES[1]
+    for _ in range(2):
+        forward(layer, x, recipe, is_first_microbatch=True).sum().backward()
+        step(layer, optimizer, x, recipe, is_first_microbatch=False)
+    assert casts(layer, x, recipe, is_first_microbatch=True) == casts(layer, x, recipe, is_first_microbatch=False) == 0
+    with torch.no_grad():
+        layer.bias.neg_()
+    y = forward(layer, x * 0, recipe, is_first_microbatch=False)
+    assert torch.equal(y, layer.bias.detach().to(BF16).expand(5, 41))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_for_backward_adds_the_same(reentrant: bool, device: torch.device) -> None:
+    modules = [with_biases(LayerNormMLP(24, 33, device=device))]
+    modules.append(copy.deepcopy(modules[0]))
+    optimizers = [FusedAdam(each.parameters(), lr=1e-2) for each in modules]
+    for _ in range(3):
+        x = torch.randn(5, 24, device=device, requires_grad=True)
+        with torch.autocast(device.type, BF16), fp8_autocast(recipe=RECIPES[1]):
+            y = torch.utils.checkpoint.checkpoint(modules[0], x, use_reentrant=reentrant)
+            z = modules[1](x)
+        (y.float().square().sum() + z.float().square().sum()).backward()
+        assert torch.equal(y, z)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(*(each.parameters() for each in modules), strict=True):
+            assert torch.equal(ours, theirs)
