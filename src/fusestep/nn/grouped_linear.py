@@ -16,8 +16,9 @@ from fusestep.errors import UserError
 from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.fp8.model_init import prepare_weights
-from fusestep.nn.fp8_module import FP8Module, Initialiser, initialise
+from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise
 from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT, apply_linear
+from fusestep.nn.operands import in_place_of_bias
 from fusestep.nn.products import plain_linear
 from fusestep.ops.quantized import Quantized
 
@@ -113,7 +114,8 @@ class GroupedLinear(FP8Module):
         offset = EACH * i
         if casts is not None and x.numel():
             shifted = _Shifted(self, casts, offset)
-            product: Tensor = apply_linear(x, weight, added, (shifted, shifted, (weight,), grad, first, None))
+            other = in_place_of_bias(self, (added,), activation_dtype(x), grad)
+            product: Tensor = apply_linear(x, weight, added, (shifted, shifted, (weight,), other, grad, first, None))
             return product
         self._calibrate(region, offset + INPUT, x)
         self._calibrate(region, offset + WEIGHT, weight)
@@ -152,7 +154,6 @@ class _Shifted:
     def __init__(self, module: GroupedLinear, casts: Casts, offset: int) -> None:
         self._module, self._casts, self._offset = module, casts, offset
         self.block, self.weight_block = casts.block, casts.weight_block
-        self.training = module.training
 
     def gradient(
         self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None

@@ -29,7 +29,6 @@ from fusestep.nn.fused_norm import (
 from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
 from fusestep.nn.linear import Linear
 from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
-from fusestep.nn.operands import bias_to_add
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_joined import Joined
@@ -148,11 +147,12 @@ class LayerNormLinear(Linear, NormedModule):
                 normed, total = self._normalised(x, residual, returns_input=returns_input)
                 y, bias = self._by_parts(normed, casts, grad, is_first_microbatch, not self.return_bias)
             else:
-                weight, sources, bias = self._weight_and_bias()
-                added = None if self.return_bias else bias
+                weight, sources, added, biases = self._weight_and_bias(not self.return_bias)
+                other = self._in_place_of(biases, x)
                 settings = (self.eps, self.centred, self.return_layernorm_output, returns_input)
-                call = (self, casts, sources, grad, is_first_microbatch, settings, split)
+                call = (self, casts, sources, other, grad, is_first_microbatch, settings, split)
                 result = _apply(x, residual, *self._norm_parameters(), weight, added, call)
+                bias = self._bias() if self.return_bias else None
                 if split is not None:
                     heads, result = result[:3], result[2:]  # v stands where y would
                 y, total, normed = sorted_out(result, has_total, self.return_layernorm_output)
@@ -192,7 +192,7 @@ class _LayerNormLinear(torch.autograd.Function):
         bias: Tensor | None,
         call: tuple[Any, ...],
     ) -> Any:
-        module, casts, sources, grad, first, (eps, centred, keep_output, returns_input), split = call
+        module, casts, sources, added, grad, first, (eps, centred, keep_output, returns_input), split = call
         *norm_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         through = grad and any(norm_needed)
         dtype = activation_dtype(x)
@@ -200,7 +200,7 @@ class _LayerNormLinear(torch.autograd.Function):
         normed = casts.norm(x, residual, norm, INPUT, grad and weight_needed, dtype, keep_output)
         quantized = normed.quantized
         quantized_weight = module._quantized_weight(weight, sources, WEIGHT, casts, grad, through, first)
-        y = forward_product(casts, quantized, quantized_weight, bias_to_add(module, bias, dtype, grad), dtype)
+        y = forward_product(casts, quantized, quantized_weight, bias if added is None else added, dtype)
         if grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(

@@ -30,7 +30,7 @@ from fusestep.nn.fused_norm import (
     present,
     sorted_out,
 )
-from fusestep.nn.operands import autocast_operands, bias_to_add
+from fusestep.nn.operands import autocast_operands, in_place_of_bias
 from fusestep.nn.products import (
     forward_product,
     input_gradient,
@@ -307,11 +307,12 @@ class _LayerNormMLP(torch.autograd.Function):
             n, total, statistics, output = casts.norm(
                 x, residual, norm, FC1_INPUT, grad and fc1_needed, dtype, keep_output
             )
+        added = [in_place_of_bias(module, (bias,), dtype, grad) for bias in (fc1_bias, fc2_bias)]
         w1 = module._quantized_weight(fc1_weight, (fc1_weight,), FC1_WEIGHT, casts, grad, through_fc1, first)
-        h = forward_product(casts, n, w1, bias_to_add(module, fc1_bias, dtype, grad), dtype)
+        h = forward_product(casts, n, w1, fc1_bias if added[0] is None else added[0], dtype)
         a = casts.activation(h, activation, FC2_INPUT, grad and fc2_needed)
         w2 = module._quantized_weight(fc2_weight, (fc2_weight,), FC2_WEIGHT, casts, grad, through_fc2, first)
-        y = forward_product(casts, a, w2, bias_to_add(module, fc2_bias, dtype, grad), dtype)
+        y = forward_product(casts, a, w2, fc2_bias if added[1] is None else added[1], dtype)
         if grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(

@@ -31,7 +31,7 @@ from fusestep.nn.biased_linear import linear_by_copies
 from fusestep.nn.fp8_module import FP8Module, Initialiser, activation_dtype, initialise
 from fusestep.nn.head_split import HeadSplit
 from fusestep.nn.linear_function import GRADIENT, INPUT, OPERANDS, WEIGHT, apply_linear
-from fusestep.nn.operands import autocast_operands, bias_to_add, put_together, stand_in
+from fusestep.nn.operands import autocast_operands, in_place_of_bias, put_together, stand_ins
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import plain_linear
 
@@ -168,7 +168,8 @@ class Linear(FP8Module):
             parameters = self._parameters
             weight: Any = parameters.get("weight")
             if weight is not None and "bias" in parameters:
-                y, casts = self._by_plan(x, weight, (weight,), parameters["bias"], region, split)
+                only = parameters["bias"]
+                y, casts = self._by_plan(x, weight, (weight,), only, self._in_place_of((only,), x), region, split)
                 if y is not None:
                     return y
         self._check_input(x, self.in_features, region)
@@ -187,13 +188,14 @@ class Linear(FP8Module):
                 casts = self._casts_of(region, records)
                 y, bias = self._by_parts(x, casts, grad, is_first_microbatch, adds_bias)
             else:
-                weight, sources, bias = self._weight_and_bias()
-                added = bias if adds_bias else None
+                weight, sources, added, biases = self._weight_and_bias(adds_bias)
+                other = self._in_place_of(biases, x)
                 if is_planned and casts is None:
-                    y, casts = self._by_plan(x, weight, sources, added, region, split)
+                    y, casts = self._by_plan(x, weight, sources, added, other, region, split)
                 if y is None:
                     casts = self._casts_of(region, records) if casts is None else casts
-                    y = apply_linear(x, weight, added, (self, casts, sources, grad, is_first_microbatch, split))
+                    y = apply_linear(x, weight, added, (self, casts, sources, other, grad, is_first_microbatch, split))
+                bias = None if adds_bias else self._bias()
         else:
             y = self._in_high_precision(x, region, adds_bias)
             bias = None if adds_bias else self._bias()
@@ -210,12 +212,15 @@ class Linear(FP8Module):
         weight: Tensor,
         sources: tuple[Tensor, ...],
         bias: Tensor | None,
+        other: Tensor | None,
         region: Region,
         split: HeadSplit | None,
     ) -> tuple[Any, Casts | None]:
         """y in FP8 by a plan (planned_linear.py), None where there is none for the call; and its casts, if looked for.
 
-        Args: weight, sources: as `_weight_and_bias` gives them; bias: to be added, or None.
+        Args:
+            weight, sources, bias: as `_weight_and_bias` gives them.
+            other: what is added in the place of the bias, or None.
         """
         if (
             type(x) not in _PLAIN
@@ -225,9 +230,8 @@ class Linear(FP8Module):
         ):
             return None, None
         grad = torch.is_grad_enabled()
-        dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
-        added = bias_to_add(self, bias, dtype, grad)
-        key = call_key(x, weight, added, dtype, (grad and x.requires_grad, grad and weight.requires_grad))
+        added = bias if other is None else other
+        key = call_key(x, weight, added, (grad and x.requires_grad, grad and weight.requires_grad))
         before = self._casts
         plans = None if before is None else before.products.get(key)
         if plans is None:
@@ -278,23 +282,31 @@ class Linear(FP8Module):
         for part in self.parts:
             weight, bias = self._parameter(part + "weight"), self._parameter(part + "bias")
             added = bias if adds_bias else None
-            outputs.append(apply_linear(x, weight, added, (self, casts, (weight,), grad, first, None)))
+            other = self._in_place_of((added,), x)
+            outputs.append(apply_linear(x, weight, added, (self, casts, (weight,), other, grad, first, None)))
             biases.append(bias)
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.has_bias else None
 
-    def _weight_and_bias(self) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """The weight for a product in FP8, the parameters it is made of, and the bias.
+    def _weight_and_bias(
+        self, adds_bias: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None, tuple[Tensor | None, ...]]:
+        """The weight for a product in FP8 and the parameters it is made of, and the same of the bias if it is added.
 
-        A weight of several parameters is put together where it has to be cast, and not before.
+        Those of several parameters are put together where they have to be cast, and not before.
         """
-        if "" in self.parts:
-            weight = self._parameter("weight")
-            return weight, (weight,), self._parameter("bias")
         sources = self._parameters_of("weight")
+        biases = self._parameters_of("bias") if self.has_bias and adds_bias else ()
         if len(sources) == 1:
-            return sources[0], sources, self._bias()
-        weight = torch.cat(sources) if torch.compiler.is_compiling() else stand_in(sources)
-        return weight, sources, self._bias()
+            return sources[0], sources, biases[0] if biases else None, biases
+        if torch.compiler.is_compiling():
+            return torch.cat(sources), sources, torch.cat(biases) if biases else None, ()
+        weight, *bias = stand_ins(sources, biases) if biases else stand_ins(sources)
+        return weight, sources, bias[0] if bias else None, biases
+
+    def _in_place_of(self, biases: tuple[Any, ...], x: Tensor) -> Tensor | None:
+        """What is added to a product of x in FP8 in the place of a bias, None for the bias itself."""
+        dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
+        return in_place_of_bias(self, biases, dtype, torch.is_grad_enabled())
 
     def _bias(self) -> Tensor | None:
         if not self.has_bias:

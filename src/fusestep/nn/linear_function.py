@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fusestep.nn.fp8_module import activation_dtype, plain_apply
 from fusestep.nn.head_split import cast_gradient, rows_of, split_gradients
-from fusestep.nn.operands import bias_to_add
 from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.quantize_joined import Joined
@@ -30,11 +29,12 @@ OPERANDS = INPUT, WEIGHT
 
 class _Linear(torch.autograd.Function):
     """y = x · weightᵀ + bias in FP8, or q, k and v that it consists of; `call` is (module, casts, sources of the
-    weight, whether gradients are enabled, whether this is the first micro-batch, the split into heads or None)."""
+    weight, what is added in the place of the bias or None, whether gradients are enabled, whether this is the first
+    micro-batch, the split into heads or None)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Any:
-        module, casts, sources, grad, first, split = call
+        module, casts, sources, added, grad, first, split = call
         x_needed, weight_needed, bias_needed, _ = ctx.needs_input_grad
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_columnwise, transposed = columnwise = grad and weight_needed, grad and x_needed
@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         else:
             of = (whole(weight, sources), sources, OPERANDS, casts, grad, columnwise, first)
             q_x, known = module._quantized_operands(rows, *of)
-        y = forward_product(casts, q_x, known, bias_to_add(module, bias, dtype, grad), dtype)
+        y = forward_product(casts, q_x, known, bias if added is None else added, dtype)
         if grad:
             through = (known.transposed, known.transposed_scale_inv) if x_needed else (None, None)
             ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)

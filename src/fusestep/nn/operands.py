@@ -1,8 +1,8 @@
 """Weights and biases as products read them: put together of several parameters, and in the copies that FusedAdam wrote.
 
-In FP8 the copies take the place of a cast: of weights in quantized_weights.py, of biases by `bias_to_add`. Elsewhere,
-under torch.autocast, they take the place of autocast's own: `autocast_operands` gives what a product may multiply by,
-which biased_linear.py then does.
+In FP8 the copies take the place of a cast: of weights in quantized_weights.py, of biases in `in_place_of_bias`.
+Elsewhere, under torch.autocast, they take the place of autocast's own: `autocast_operands` gives what a product may
+multiply by, which biased_linear.py then does.
 Where there is none yet, or a script wrote parameters since, the call casts them itself: whether copies are at hand
 decides on time, not on a bit of a result, so that a run that is resumed equals one that was not stopped.
 Either way the gradient goes to each parameter as through a cast and torch.cat.
@@ -11,6 +11,7 @@ Either way the gradient goes to each parameter as through a cast and torch.cat.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,33 +36,38 @@ class _Wholes(torch.autograd.Function):
     def forward(ctx: Any, wholes: Sequence[Tensor], counts: Sequence[int], *parameters: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         is_split = len(parameters) > len(wholes)
-        ctx.of = parameters[0].dtype, counts, [parameter.shape[0] for parameter in parameters] if is_split else None
+        dtypes = [parameter.dtype for parameter in parameters]
+        ctx.of = dtypes, counts, [parameter.shape[0] for parameter in parameters] if is_split else None
         # Detached tensors share the version of the copies: a backward that comes after the next step says so.
         return tuple([whole.detach() for whole in wholes])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        dtype, counts, heights = ctx.of
+        dtypes, counts, heights = ctx.of
         if heights is None:
-            return None, None, *[None if gradient is None else gradient.to(dtype) for gradient in gradients]
+            pairs = zip(gradients, dtypes, strict=True)
+            return None, None, *[None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs]
         results: list[Tensor | None] = []
         for gradient, count in zip(gradients, counts, strict=True):
             first = len(results)
-            results += [None] * count if gradient is None else gradient.to(dtype).split(heights[first : first + count])
+            own = heights[first : first + count]
+            results += [None] * count if gradient is None else gradient.to(dtypes[first]).split(own)
         return None, None, *results
 
 
 _apply = plain_apply(_Wholes)
 
 
-def stand_in(parameters: Sequence[Tensor]) -> Tensor:
-    """A matrix of the shape and dtype of parameters put together by rows, without values, that takes their gradient.
+def stand_ins(*operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors of the shape and dtype of parameters put together by rows, without values, that take their gradients.
 
-    What a product in FP8 is given that multiplies by a cast.
+    What a product in FP8 is given that multiplies by a cast of a weight, and adds another tensor in a bias's place.
     """
-    rows = sum(parameter.shape[0] for parameter in parameters)
-    empty = parameters[0].detach().new_empty(1).expand(rows, parameters[0].shape[1])
-    return wholes((empty,), (len(parameters),), *parameters)[0]
+    empty = []
+    for parameters in operands:
+        rows = sum([parameter.shape[0] for parameter in parameters])
+        empty.append(parameters[0].detach().new_empty(1).expand(rows, *parameters[0].shape[1:]))
+    return wholes(empty, [len(parameters) for parameters in operands], *chain.from_iterable(operands))
 
 
 def wholes(values: Sequence[Tensor], counts: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -121,24 +127,30 @@ def autocast_operands(
     return found[0], None if biases is None else found[1]
 
 
-def bias_to_add(module: nn.Module, bias: Tensor | None, dtype: torch.dtype, grad: bool) -> Tensor | None:
-    """A bias as a product in FP8 is given it: a copy that the optimizer wrote, or itself, which the product casts.
+def in_place_of_bias(module: nn.Module, biases: tuple[Any, ...], dtype: torch.dtype, grad: bool) -> Tensor | None:
+    """What a product in FP8 adds in the place of a bias; None: the bias itself, which the product casts.
 
-    A copy in training with gradients enabled alone. The optimizer is asked for one that it was not yet.
+    In training with gradients enabled a copy that the optimizer wrote, which is asked for one that it was not yet. Else
+    the parameters put together where they are several.
 
     Args:
         module: whose bias it is.
+        biases: the parameters of it; () or (None,) for no bias.
         dtype: of the product's output.
         grad: whether gradients are enabled where the module was called.
     """
-    if bias is None or bias.dtype is dtype or not (grad and module.training) or torch.compiler.is_compiling():
-        return bias
-    copies = _asked_for((bias,), dtype)
-    if copies is None:
-        if _may_have_copies((bias,), bias, dtype):
-            attach_plain((bias,), dtype)
-        return bias
-    return copies.values if copies.values is not None and copies.is_current(bias) else bias
+    if not biases or biases[0] is None or torch.compiler.is_compiling():
+        return None
+    if biases[0].dtype is not dtype and grad and module.training:
+        copies = _asked_for(biases, dtype)
+        if copies is not None and copies.values is not None and copies.is_current(*biases):
+            return copies.values
+        if copies is None and _may_have_copies(biases, biases[0], dtype):
+            attach_plain(biases, dtype)
+    if len(biases) == 1:
+        return None
+    with torch.no_grad():
+        return torch.cat(biases)
 
 
 def _asked_for(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> PlainCopies | None:

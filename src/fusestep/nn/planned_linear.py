@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusestep.fp8.casts import Casts, Planned
+from fusestep.nn.fp8_module import activation_dtype
 from fusestep.nn.products import refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
@@ -100,13 +101,12 @@ _PlannedLinear._backward_cls.apply = _PlannedLinear.backward  # type: ignore[att
 apply_planned: Any = super(torch.autograd.Function, _PlannedLinear).apply
 
 
-def call_key(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, needed: tuple[bool, bool]
-) -> tuple[Any, ...]:
+def call_key(x: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool]) -> tuple[Any, ...]:
     """What decides on a call's plan: layouts, the dtype of y, which gradients of x and of the weight will be wanted.
 
     Args: bias: as it is added.
     """
+    dtype = activation_dtype(x) if torch._C._is_any_autocast_enabled() else x.dtype
     of_bias = None if bias is None else (bias.dtype, bias.stride())
     of_weight = weight.shape, weight.stride(), weight.dtype, weight.device
     return dtype, needed, x.shape, x.stride(), x.dtype, x.device, of_bias, of_weight
