@@ -110,6 +110,28 @@ def heads(rank: int, size: int) -> None:
             call()
 
 
+def transforms(rank: int, size: int) -> None:
+    """What cannot cross ranks is refused by each of them, in the forward and in the backward, with nothing sent."""
+    x, weight, target = torch.randn(2, 4), torch.randn(6, 4), torch.tensor([0, 6 * size - 1])
+    calls = [
+        (lambda logits: cross_entropy(logits, target, tp_group=dist.group.WORLD), torch.randn(2, 6)),
+        *(
+            (
+                lambda x, way=way: linear_cross_entropy(x, weight, target, gradients=way, tp_group=dist.group.WORLD),
+                x,
+            )
+            for way in ("forward", "recompute")
+        ),
+    ]
+    for call, given in calls:
+        with pytest.raises(UserError, match="do not cross ranks; leave tp_group out"):
+            torch.func.grad(call)(given)
+        leaf = given.clone().requires_grad_()
+        loss = call(leaf)
+        with pytest.raises(UserError, match="do not cross ranks; leave tp_group out"):
+            torch.autograd.grad(loss, leaf, torch.ones(3), is_grads_batched=True)
+
+
 def modules(rank: int, size: int) -> None:
     """The module's parts of the matrix that one process draws, its loss, and logits of all classes for generation."""
     made = []
@@ -127,7 +149,7 @@ def modules(rank: int, size: int) -> None:
 
 
 def all_of_it(rank: int, size: int) -> None:
-    for one in (heads, modules):
+    for one in (heads, transforms, modules):
         torch.manual_seed(99)
         one(rank, size)
 

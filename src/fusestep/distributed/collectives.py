@@ -27,6 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusestep.errors import UserError
+from fusestep.transforms import is_mapped
+
 # New names since torch 2.13, which warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -110,6 +113,11 @@ def with_added_gradients(group: Any, *tensors: Tensor | None) -> tuple[Any, ...]
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
+    if any(isinstance(argument, Tensor) and is_mapped(argument) for argument in arguments):
+        raise UserError(
+            "transforms of torch.func, batched gradients and forward-mode gradients do not cross ranks; differentiate "
+            "a model there whose layers are not shared by ranks."
+        )
     return function.apply(*arguments)
 
 

@@ -41,7 +41,18 @@ from fusestep.ops.activation_sums import compilations as compilations_of_sums
 from fusestep.ops.activation_sums import run_activation_sums
 from fusestep.ops.column_sums import column_sums
 from fusestep.ops.layouts import row_stride
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    Compilation,
+    Op,
+    Proof,
+    announce_transformed,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    shows_gradient,
+)
+from fusestep.transforms import is_transformed
 
 #: Each activation's name, with the function of x, or of the gate a, that it is made of.
 _PLAIN = {name: name for name in ("gelu", "qgelu", "relu", "srelu", "silu")}
@@ -208,7 +219,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor | None, name: str, plain: bool) -> Tensor:
-        ctx.save_for_backward(h)
+        ctx.save_for_backward(h, bias)
         ctx.name, ctx.plain = name, plain
         ctx.sums_dtype = None if bias is None or not ctx.needs_input_grad[1] else bias.dtype
         y: Tensor = run_activation(h, None, name) if plain else activation_forward(h, name)
@@ -216,10 +227,10 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (h,) = ctx.saved_tensors
+        h, bias = ctx.saved_tensors
         sums_dtype: torch.dtype | None = ctx.sums_dtype
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            exact = activation_backward_reference(dy, h, ctx.name)
+        if shows_gradient("activation", dy):
+            exact = activation_backward_reference(dy, _with_bias(h, bias), ctx.name)
             sums = None if sums_dtype is None else exact.reshape(-1, h.shape[-1]).sum(0).to(sums_dtype)
             return exact.to(h.dtype), sums, None, None
         if ctx.plain and is_plain(dy):
@@ -248,15 +259,17 @@ def activation(x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
     if bias is not None and bias.shape != x.shape[-1:]:
         raise UserError(f"activation: bias has shape {tuple(bias.shape)}; pass one of shape {tuple(x.shape[-1:])}.")
     compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._are_functorch_transforms_active():
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+    if not compiling and is_transformed():
         if uses_triton(x):
-            dispatch.announce("activation", "transforms of torch.func work on PyTorch's own operations")
-        if bias is not None:
-            x = x + (bias - bias.detach())
-        return activation_reference(x, name).to(x.dtype)
+            announce_transformed("activation")
+        return activation_reference(_with_bias(x, bias), name).to(x.dtype)
     y: Tensor = _Activation.apply(x, bias, name, not compiling and is_plain(x))
     return y
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x, whose gradient reaches the bias that was added to it without one."""
+    return x if bias is None else x + (bias - bias.detach())
 
 
 def check_activation(who: str, h: Tensor, name: str) -> None:

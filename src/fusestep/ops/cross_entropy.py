@@ -20,7 +20,17 @@ from fusestep.ops.cross_entropy_kernel import compilations
 from fusestep.ops.cross_entropy_parts import Share, write_shared_rows
 from fusestep.ops.cross_entropy_rows import OPTIONS_SCHEMA, Options, statistics_dtype, uses_triton, write_rows
 from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    Op,
+    Proof,
+    announce_transformed,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    runs_mapped,
+)
+from fusestep.transforms import is_mapped, is_transformed
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -99,6 +109,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> Any:
         refuse_second("cross_entropy")
         logits, target, token_weights, lse = ctx.saved_tensors
+        if runs_mapped("cross_entropy", dlosses):
+            found = row_gradients(logits, target, token_weights, ctx.options) * dlosses[:, None]
+            return found.to(logits.dtype), None, None, None, None
         run = run_backward if ctx.plain and is_plain(dlosses) else cross_entropy_backward
         return run(dlosses, lse, logits, target, token_weights, *ctx.options), None, None, None, None
 
@@ -120,6 +133,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> Any:
         refuse_second("cross_entropy")
+        refuse_mapped("cross_entropy", is_mapped(dlosses))
         logits, target, token_weights, lse = ctx.saved_tensors
         gradient = logits.new_empty(logits.shape)
         write_rows(
@@ -130,6 +144,24 @@ class _SharedCrossEntropy(torch.autograd.Function):
             vocabulary=ctx.share.vocabulary,
         )
         return gradient, None, None, None, None
+
+
+def row_gradients(logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options) -> Tensor:
+    """What the gradient of each row's loss is multiplied by, (rows, V) in the dtype of statistics, in plain PyTorch."""
+
+    def total(y: Tensor) -> Tensor:
+        return cross_entropy_reference(y, target, token_weights, options).sum()
+
+    found: Tensor = torch.func.grad(total)(logits.detach().to(statistics_dtype(logits.dtype)))
+    return found
+
+
+def refuse_mapped(who: str, crosses: bool) -> None:
+    """Raise UserError where a transform would have to cross the ranks that share a loss."""
+    if crosses:
+        raise UserError(
+            f"{who}: transforms of torch.func and batched gradients do not cross ranks; leave tp_group out, or those."
+        )
 
 
 def refuse_second(who: str) -> None:
@@ -185,14 +217,10 @@ def cross_entropy(
     rows = input.reshape(-1, input.shape[-1])
     target = target.reshape(-1).contiguous()
     weights = flat_weights(token_weights, input.dtype)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        if parallel is not None:
-            raise UserError(
-                f"{who}: transforms of torch.func do not cross ranks; leave tp_group out, or the transform."
-            )
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+    if not torch.compiler.is_compiling() and is_transformed():
+        refuse_mapped(who, parallel is not None)
         if uses_triton(who, input.device, input.dtype):
-            dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
+            announce_transformed(who)
         losses = cross_entropy_reference(rows, target, weights, options)
     else:
         if rows.stride(-1) != 1:
@@ -266,7 +294,7 @@ def check_targets(
                 'multiply the losses of reduction="none".'
             )
     is_looked_at = target.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(target)
-    if not is_looked_at or torch._C._are_functorch_transforms_active():
+    if not is_looked_at or is_transformed():
         return
     counted = target[target != ignore_index]
     if counted.numel():

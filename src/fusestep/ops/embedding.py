@@ -32,7 +32,18 @@ from fusestep.errors import UserError
 from fusestep.ops import embedding_gradient, embedding_kernel
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.layouts import row_stride
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    Compilation,
+    Op,
+    Proof,
+    announce_transformed,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    shows_gradient,
+)
+from fusestep.transforms import is_transformed
 
 OP = "embedding"
 #: Why some options are not the kernel's.
@@ -195,7 +206,7 @@ class _Embedding(torch.autograd.Function):
         arguments = (ids, ctx.rows, ctx.padding_idx, ctx.places)
         dw: Tensor | None
         dp: Tensor | None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if shows_gradient(OP, dy):
             dw, dp = embedding_backward_reference(dy, *arguments)
             dw, dp = dw.to(ctx.weight_dtype), None if dp is None else dp.to(ctx.positions_dtype)
         else:
@@ -236,12 +247,10 @@ def embedding(
     if is_dtensor(weight) or is_dtensor(positions):
         unsupported = "a sharded table is looked up by PyTorch"
     compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._are_functorch_transforms_active():
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
-        unsupported = "transforms of torch.func work on PyTorch's own operations"
-    if unsupported is not None:
-        if not compiling:
-            dispatch.uses_triton(OP, weight.device, unsupported)
+    transformed = not compiling and is_transformed()
+    if unsupported is not None or transformed:
+        if not compiling and dispatch.uses_triton(OP, weight.device, unsupported):
+            announce_transformed(OP)
         y = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if positions is None:
             return y

@@ -30,7 +30,18 @@ from fusestep.ops.activation import (
 from fusestep.ops.activation_kernel import TILE, gated_gradients, gated_value
 from fusestep.ops.launch import PreparedLaunch
 from fusestep.ops.layouts import row_stride
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    Compilation,
+    Op,
+    Proof,
+    announce_transformed,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    shows_gradient,
+)
+from fusestep.transforms import is_transformed
 
 #: The names that `gated_activation` knows.
 GATED = tuple(name for name in ACTIVATIONS if is_gated(name))
@@ -178,7 +189,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         a, b = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if shows_gradient("gated", dy):
             da, db = (gradient.to(a.dtype) for gradient in gated_backward_reference(dy, a, b, ctx.name))
         elif ctx.plain and is_plain(dy):
             da, db = _run_backward(dy, a, b, ctx.name)
@@ -207,10 +218,9 @@ def gated_activation(gate: Tensor, value: Tensor, name: str) -> Tensor:
     if not gate.is_floating_point() or gate.dtype.itemsize < 2:
         raise UserError(f"gated_activation: gate has dtype {gate.dtype}; pass float32, bfloat16, float16 or float64.")
     compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._are_functorch_transforms_active():
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+    if not compiling and is_transformed():
         if _uses_triton(gate):
-            dispatch.announce("gated", "transforms of torch.func work on PyTorch's own operations")
+            announce_transformed("gated")
         return gated_reference(gate, value, name).to(gate.dtype)
     y: Tensor = _Gated.apply(gate, value, name, not compiling and is_plain(gate) and is_plain(value))
     return y

@@ -34,7 +34,9 @@ from fusestep.ops.cross_entropy import (
     cross_entropy_reference,
     divisor,
     flat_weights,
+    refuse_mapped,
     refuse_second,
+    row_gradients,
 )
 from fusestep.ops.cross_entropy_kernel import compilations
 from fusestep.ops.cross_entropy_parts import Share
@@ -49,8 +51,9 @@ from fusestep.ops.linear_cross_entropy_ops import (
     run_recomputed,
 )
 from fusestep.ops.linear_cross_entropy_passes import FP16_FACTOR, OP
-from fusestep.ops.registry import Op, Proof, catalogue, is_plain, relative_error
+from fusestep.ops.registry import Op, Proof, announce_transformed, catalogue, is_plain, relative_error, runs_mapped
 from fusestep.ops.scale import run_scale, scale_in_place, scale_op
+from fusestep.transforms import is_mapped, is_transformed
 
 WHO = OP
 _GRAPH_BREAK = "ranks that share a vocabulary exchange numbers in the middle of the operation"
@@ -113,6 +116,9 @@ class _Recomputing(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> Any:
         refuse_second(WHO)
         call: _Call = ctx.call
+        refuse_mapped(WHO, call.share is not None and is_mapped(dlosses))
+        if runs_mapped(WHO, dlosses):
+            return *_visible_gradients(call, dlosses, *ctx.saved_tensors[1:]), None, None, None
         operands = (dlosses, *ctx.saved_tensors, call.dtype, *call.wanted, *call.options)
         if (call.plain and is_plain(dlosses)) or call.share is not None:
             gradients = run_recomputed(*operands, share=call.share)
@@ -120,6 +126,28 @@ class _Recomputing(torch.autograd.Function):
             gradients = linear_cross_entropy_recomputed(*operands)
         found = (gradient if wanted else None for gradient, wanted in zip(gradients, call.wanted, strict=True))
         return *found, None, None, None
+
+
+def _visible_gradients(
+    call: _Call,
+    dlosses: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    token_weights: Tensor | None,
+) -> list[Tensor | None]:
+    """The gradients of x, weight and bias, None where not wanted, in PyTorch's own operations."""
+    x_wanted, weight_wanted, bias_wanted = call.wanted
+    rows, matrix = x.detach().to(call.dtype), weight.detach().to(call.dtype)
+    logits = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.detach().to(call.dtype))
+    dlogits = row_gradients(logits, target, token_weights, call.options) * dlosses[:, None]
+    narrow = dlogits.to(call.dtype)
+    return [
+        (narrow @ matrix).to(x.dtype) if x_wanted else None,
+        (narrow.mT @ rows).to(weight.dtype) if weight_wanted else None,
+        dlogits.sum(0).to(bias.dtype) if bias is not None and bias_wanted else None,
+    ]
 
 
 #: Whether the backward that runs may come again; a torch that does not tell leaves it open.
@@ -166,10 +194,14 @@ class _InForward(torch.autograd.Function):
         refuse_second(WHO)
         *gradients, rest = ctx.saved_tensors
         scale = dtotal if rest is None else dtotal * rest
+        refuse_mapped(WHO, ctx.call.share is not None and is_mapped(dtotal))
+        is_seen = runs_mapped(WHO, dtotal)
         plain = ctx.call.plain and is_plain(dtotal)
         is_last = plain and not _keeps_graph()
 
         def scaled(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+            if is_seen:
+                return (gradient.to(scale.dtype) * scale).to(dtype)
             if is_last and gradient.dtype is dtype:
                 return scale_in_place(gradient, scale)
             return (run_scale if plain else scale_op)(gradient, scale, dtype)
@@ -275,6 +307,7 @@ def linear_cross_entropy(
     sum_dtype = _check_modes(dtype, reduction, gradients, accumulate_dtype, chunk_tokens)
     share = None
     if parallel is not None:
+        refuse_mapped(WHO, not compiling and is_transformed())
         x = parallel.enter(x)
         share = Share(parallel.group, (parallel.rank or 0) * weight.shape[0], ranks * weight.shape[0])
     shape = target.shape
@@ -286,14 +319,9 @@ def linear_cross_entropy(
         is_differentiated and weight.requires_grad,
         is_differentiated and bias is not None and bias.requires_grad,
     )
-    if not compiling and torch._C._are_functorch_transforms_active():
-        if share is not None:
-            raise UserError(
-                f"{WHO}: transforms of torch.func do not cross ranks; leave tp_group out, or the transform."
-            )
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
+    if not compiling and is_transformed():
         if uses_triton(WHO, x.device, dtype):
-            dispatch.announce(WHO, "transforms of torch.func work on PyTorch's own operations")
+            announce_transformed(WHO)
         losses = linear_cross_entropy_reference(rows, weight, target, bias, weights, options)
     else:
         plain = not compiling and is_plain(rows)

@@ -36,7 +36,8 @@ from fusestep.ops.norm_ops import (
     uses_triton,
 )
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference
-from fusestep.ops.registry import is_plain
+from fusestep.ops.registry import announce_transformed, is_plain, shows_gradient
+from fusestep.transforms import is_transformed
 
 FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -143,9 +144,9 @@ class _Norm(torch.autograd.Function):
         dx_copy = None
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            dx, dweight, dbias = _differentiable_backward(
-                dy, dsum, kept, weight, bias, call.width, call.eps, call.centred, from_output, dtype
+        elif shows_gradient(op_name(call.centred), dy):
+            dx, dweight, dbias = _visible_backward(
+                dy, dsum, kept, statistics, weight, bias, call.width, call.eps, call.centred, from_output, dtype
             )
         else:
             copy_dtype = copy_dtype_of(
@@ -180,10 +181,11 @@ def _outlived(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _differentiable_backward(
+def _visible_backward(
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     width: int,
@@ -192,14 +194,18 @@ def _differentiable_backward(
     from_output: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients as a graph of PyTorch's own operations, for a gradient of theirs; x is the normalised input."""
-    if from_output:
-        raise RuntimeError(
-            f"{op_name(centred)} with memory_efficient=True keeps no input and cannot be differentiated twice; "
-            "build it with memory_efficient=False."
-        )
-    _, _, statistics = forward_reference(x, None, weight, bias, width, eps, centred, dtype)
-    dx, dweight, dbias = backward_reference(dy, dsum, x, statistics, weight, bias, width, centred, False, dtype)
+    """The gradients in PyTorch's own operations, which transforms see, and as a graph of them for a gradient of theirs.
+
+    x is what was normalised, or what came of it.
+    """
+    if torch.is_grad_enabled():
+        if from_output:
+            raise RuntimeError(
+                f"{op_name(centred)} with memory_efficient=True keeps no input and cannot be differentiated twice; "
+                "build it with memory_efficient=False."
+            )
+        _, _, statistics = forward_reference(x, None, weight, bias, width, eps, centred, dtype)
+    dx, dweight, dbias = backward_reference(dy, dsum, x, statistics, weight, bias, width, centred, from_output, dtype)
     return (
         dx,
         None if weight is None else dweight.to(weight.dtype).reshape(weight.shape),
@@ -274,10 +280,9 @@ def normalise(
         key = (centred, who, shape, eps, dtype, torch.is_autocast_enabled("cuda"), *described)
         known = _calls.get(key)
         call = keep(_calls, key, _checked(centred, who, shape, eps, dtype, *tensors)) if known is None else known
-        # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
-        if torch._C._are_functorch_transforms_active():
+        if is_transformed():
             if uses_triton(centred, x.device, computing_dtype(*tensors)):
-                dispatch.announce(who, "transforms of torch.func work on PyTorch's own operations")
+                announce_transformed(who)
             y, total, _ = forward_reference(*tensors, call.width, call.eps, centred, call.dtype)
             if residual is None:
                 return (y, x) if returns_input else y

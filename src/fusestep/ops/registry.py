@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from fusestep import dispatch
+from fusestep.transforms import is_mapped
+
 _LIBRARY = torch.library.Library("fusestep", "DEF")
 
 
@@ -112,6 +115,29 @@ def is_plain(x: torch.Tensor) -> bool:
     checkpointing that selects ops, counters of operations) see the op.
     """
     return (type(x) is torch.Tensor or type(x) is torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
+
+
+#: Why an op runs as its reference within a transform.
+TRANSFORMED = "transforms of torch.func, batched gradients and forward-mode gradients work on PyTorch's own operations"
+
+
+def announce_transformed(op: str) -> None:
+    """Say once that an op, whose kernel would have run, runs as its reference within a transform."""
+    dispatch.announce(op, TRANSFORMED)
+
+
+def runs_mapped(op: str, dy: torch.Tensor) -> bool:
+    """Whether a backward has to consist of PyTorch's own operations; said once where the op's kernel would have run."""
+    if not is_mapped(dy):
+        return False
+    if dispatch.uses_triton(op, dy.device):
+        announce_transformed(op)
+    return True
+
+
+def shows_gradient(op: str, dy: torch.Tensor) -> bool:
+    """As `runs_mapped`, and with create_graph=True, which differentiates the backward."""
+    return runs_mapped(op, dy) or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
 
 
 def catalogue(op: Op) -> None:

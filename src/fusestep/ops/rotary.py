@@ -25,8 +25,18 @@ from torch import Tensor
 from fusestep import dispatch
 from fusestep.errors import UserError
 from fusestep.ops.dtypes import dtype_name
-from fusestep.ops.registry import Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    Op,
+    Proof,
+    announce_transformed,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    runs_mapped,
+)
 from fusestep.ops.rotary_kernel import compilations, prepare
+from fusestep.transforms import is_transformed
 
 TensorFormat = Literal["bshd", "sbhd", "thd"]
 FORMATS = ("bshd", "sbhd", "thd")
@@ -49,7 +59,8 @@ def rotary_reference(
     cos, sin = angles.cos(), angles.sin()
     if inverse:
         sin = -sin
-    rotated, rest = t[..., :dim].to(compute), t[..., dim:]
+    rotated, rest = t.split((dim, t.shape[-1] - dim), -1)
+    rotated = rotated.to(compute)
     first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
     pairs = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
@@ -165,7 +176,9 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         tensor_format, interleaved, inverse = ctx.options
         freqs, start_positions, cu_seqlens = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(dy):
+        if runs_mapped("rotary", dy):
+            dt = rotary_reference(dy, freqs, start_positions, cu_seqlens, tensor_format, interleaved, not inverse)
+        elif torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(dy):
             dt = _Rotary.apply(dy, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, not inverse))
         else:
             dt = run_rotary(dy, freqs, start_positions, cu_seqlens, tensor_format, interleaved, not inverse)
@@ -196,8 +209,9 @@ def apply_rotary_pos_emb(
     """
     _check(t, freqs, tensor_format, start_positions, cu_seqlens)
     options = (tensor_format, interleaved, False)
-    # What functorch calls a transform cannot look into our kernels; into PyTorch's own operations it can.
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and is_transformed():
+        if dispatch.uses_triton("rotary", t.device, _unsupported(t.dtype)):
+            announce_transformed("rotary")
         return rotary_reference(t, freqs, start_positions, cu_seqlens, *options)
     result: Tensor = _Rotary.apply(t, freqs, start_positions, cu_seqlens, options)
     return result

@@ -26,8 +26,19 @@ from fusestep.errors import UserError
 from fusestep.language import tl, triton
 from fusestep.ops.dtypes import dtype_name
 from fusestep.ops.launch import PreparedLaunch
-from fusestep.ops.registry import Compilation, Op, Proof, catalogue, define, is_plain, relative_error
+from fusestep.ops.registry import (
+    TRANSFORMED,
+    Compilation,
+    Op,
+    Proof,
+    catalogue,
+    define,
+    is_plain,
+    relative_error,
+    runs_mapped,
+)
 from fusestep.ops.rotary_kernel import RotaryLaunch, rotary_launch
+from fusestep.transforms import is_transformed
 
 WHO = "apply_rotary_tables"
 OP = "rotary_tables"
@@ -38,13 +49,14 @@ def rotary_tables_reference(t: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dt
     """The rotation in plain PyTorch, or what gradients take, `inverse`; differentiable to any order."""
     dim = cos.shape[-1]
     compute = torch.float64 if torch.float64 in (t.dtype, cos.dtype, sin.dtype) else torch.float32
-    left, right = t[..., :dim].to(compute).chunk(2, -1)
+    rotated, rest = t.split((dim, t.shape[-1] - dim), -1)
+    left, right = rotated.to(compute).chunk(2, -1)
     (cos_left, cos_right), (sin_left, sin_right) = (one.unsqueeze(1).to(compute).chunk(2, -1) for one in (cos, sin))
     if inverse:
         pair = left * cos_left + right * sin_right, right * cos_right - left * sin_left
     else:
         pair = left * cos_left - right * sin_left, right * cos_right + left * sin_right
-    return torch.cat((*(one.to(dtype) for one in pair), t[..., dim:].to(dtype)), -1)
+    return torch.cat((*(one.to(dtype) for one in pair), rest.to(dtype)), -1)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "heads"])
@@ -217,7 +229,9 @@ class _RotaryTables(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(dy):
+        if runs_mapped(OP, dy):
+            dt = rotary_tables_reference(dy, cos, sin, ctx.dtype, not ctx.inverse)
+        elif torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain(dy):
             dt = _RotaryTables.apply(dy, cos, sin, ctx.dtype, not ctx.inverse)
         else:
             dt = run_rotary_tables(dy, cos, sin, ctx.dtype, not ctx.inverse)
@@ -240,10 +254,10 @@ def apply_rotary_tables(t: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype 
     if dtype is None:
         dtype = torch.promote_types(t.dtype, torch.promote_types(cos.dtype, sin.dtype))
     wants_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    is_transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    if wants_tables or is_transformed:
+    is_seen = not torch.compiler.is_compiling() and is_transformed()
+    if wants_tables or is_seen:
         if dispatch.uses_triton(OP, t.device, _unsupported(t, cos, sin)):
-            dispatch.announce(OP, "gradients of tables and transforms of torch.func take PyTorch's own operations")
+            dispatch.announce(OP, TRANSFORMED if is_seen else "gradients of tables take PyTorch's own operations")
         return rotary_tables_reference(t, cos, sin, dtype, inverse=False)
     y: Tensor = _RotaryTables.apply(t, cos, sin, dtype, False)
     return y
