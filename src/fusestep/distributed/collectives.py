@@ -113,7 +113,8 @@ def with_added_gradients(group: Any, *tensors: Tensor | None) -> tuple[Any, ...]
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
-    if any(isinstance(argument, Tensor) and is_mapped(argument) for argument in arguments):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and any(isinstance(argument, Tensor) and is_mapped(argument) for argument in arguments):
         raise UserError(
             "transforms of torch.func, batched gradients and forward-mode gradients do not cross ranks; differentiate "
             "a model there whose layers are not shared by ranks."

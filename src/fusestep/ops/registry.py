@@ -128,7 +128,7 @@ def announce_transformed(op: str) -> None:
 
 def runs_mapped(op: str, dy: torch.Tensor) -> bool:
     """Whether a backward has to consist of PyTorch's own operations; said once where the op's kernel would have run."""
-    if not is_mapped(dy):
+    if torch.compiler.is_compiling() or not is_mapped(dy):
         return False
     if dispatch.uses_triton(op, dy.device):
         announce_transformed(op)
@@ -137,7 +137,9 @@ def runs_mapped(op: str, dy: torch.Tensor) -> bool:
 
 def shows_gradient(op: str, dy: torch.Tensor) -> bool:
     """As `runs_mapped`, and with create_graph=True, which differentiates the backward."""
-    return runs_mapped(op, dy) or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return True
+    return runs_mapped(op, dy)
 
 
 def catalogue(op: Op) -> None:
