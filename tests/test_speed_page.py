@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import summary
 import targets
 
 RESULTS = figures.newest_results(figures.RESULTS)
-HERE = {"gpu": "NVIDIA H200", "cpu": "x", "torch": "2", "triton": "3"}
+HERE = {"gpu": "NVIDIA H200", "cpu": "x", "torch": "2", "triton": "3", "commit": "abc1234"}
 
 
 def target(name: str) -> targets.Target:
@@ -181,7 +182,41 @@ def test_the_memory_of_a_whole_step_is_that_of_the_configuration_whose_time_is_c
     assert judged("steps/b/memory, fp8", *rows, step("torchao", 55.0, 14.0)).ours == 13.0
 
 
-def test_growth_is_judged_at_the_largest_size() -> None:
+def test_the_memory_of_libraries_that_were_not_installed_is_taken_from_the_ladder_of_the_same_model() -> None:
+    more = {"parameters": 605, "tokens": 8192}
+    rows = [step("native, amp", 60.0, 16.0, **more), step("fusestep fp8 delayed", 36.0, 15.4, **more)]
+    part = {"part": "steps-b", "environment": HERE, "rows": [*rows, step("quack", 50.0, 14.0)]}
+
+    def beside(name: str, numbers: str, gigabytes: float | None, kind: str = "peer") -> dict[str, Any]:
+        peak = None if gigabytes is None else gigabytes * 1e9
+        return {"name": name, "kind": kind, "numbers": numbers, "peak_bytes": peak, "device_ms": 1.0}
+
+    fp8, bf16 = "FP8, weights and moments FP32", "BF16, weights and moments FP32"
+    contenders = [beside("torchao", fp8, 15.0), beside("liger", bf16, 13.0), beside("native-amp", bf16, 9.0, "native")]
+    contenders += [beside("quack", fp8, 8.0), beside("te-fp8", fp8, None)]
+    ladder = {"rungs": [], "environment": HERE, "contenders": contenders}
+    plan = {"parameters": 605, "tokens_per_step": 8192}
+
+    def verdict(name: str, **changed: int) -> str:
+        by_part = speed.of_parts([part, ladder | {"plan": plan | changed}])
+        return speed.judged(target(name), by_part).verdict
+
+    assert verdict("steps/b/memory, fp8") == "missed: 2.7% over torchao, on the ladder"
+    assert verdict("steps/b/memory, fp8", tokens_per_step=4096) == "met"
+    assert verdict("steps/b/memory, fp8", parameters=606) == "met"
+    assert verdict("steps/b/time") == "met", "another run's times are not compared"
+
+
+def test_a_source_names_the_commit_and_says_where_no_other_library_was_looked_for() -> None:
+    result = {"environment": HERE, "file": "x.json", "rows": []}
+    words = "NVIDIA H200, torch 2, Triton 3, commit abc1234: [x.json](../benchmarks/results/x.json)"
+    assert speed.source(result) == words
+    assert speed.source(result | {"part": "adam"}) == f"{words}; no other library was looked for"
+    peers = {"liger": "not installed", "quack": "0.6"}
+    assert speed.source(result | {"part": "adam", "peers": peers}) == f"{words}; not installed: liger"
+
+
+def test_growth_is_judged_at_every_size() -> None:
     def size(number: int, share: float) -> dict[str, Any]:
         return {"configuration": "fusestep bf16", "axis": "depth", "size": number, "of_floor": share}
 
@@ -189,6 +224,9 @@ def test_growth_is_judged_at_the_largest_size() -> None:
     assert judged("scaling/fusestep bf16/depth", *rising).ours == pytest.approx(0.70 / 0.6)
     falling = [size(4, 0.5), size(8, 0.60), size(16, 0.55)]
     assert judged("scaling/fusestep bf16/depth", *falling).verdict.startswith("missed")
+    dipping = [size(4, 0.5), size(16, 0.70), size(8, 0.45)]
+    assert judged("scaling/fusestep bf16/depth", *dipping).ours == pytest.approx(0.9)
+    assert judged("scaling/fusestep bf16/depth", size(4, 0.5)).verdict == "not measured"
 
 
 def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
@@ -217,8 +255,13 @@ def test_a_page_of_every_part_shows_all_of_it(tmp_path: Path) -> None:
     assert "605 M, 8192 tokens" in measured_page.page(results)
     chart = tmp_path / "chart.svg"
     scaling_chart.draw(results[1], chart)
-    assert "drawn from scaling.json" in chart.read_text()
+    drawing = chart.read_text()
+    assert "drawn from scaling.json" in drawing
     assert chart.stat().st_size < 100_000
+    # Named by their order, not by coordinates whose last bits are a processor's.
+    clips = [f"clip-{number}" for number in range(6)]
+    assert re.findall(r'<clipPath id="(.*?)">', drawing) == clips
+    assert set(re.findall(r"clip-path=\"url\(#(.*?)\)\"", drawing)) == set(clips)
 
 
 def test_the_chart_is_of_the_newest_results() -> None:

@@ -78,7 +78,7 @@ def judged(target: Target, results: dict[str, Data]) -> Row:
     compared = target.compared or target.value
     others = [
         (str(one.get("implementation", one.get("configuration"))), value)
-        for one in rows
+        for one in [*rows, *([] if result is None else result.get("on_ladder", []))]
         if target.rivals is not None and target.rivals(one) and (value := compared(one)) is not None
     ]
     beside_rival = compared(row)
@@ -133,9 +133,9 @@ def derived(rows: list[Data]) -> list[Data]:
         if "axis" not in row:
             continue
         same = [one for one in made if all(one.get(n) == row[n] for n in ("configuration", "axis"))]
-        smaller = [one["of_floor"] for one in same if one["size"] < row["size"]]
-        if row["size"] == max(one["size"] for one in same) and smaller:
-            row["share_kept"] = row["of_floor"] / max(smaller)
+        shares = [one["of_floor"] for one in sorted(same, key=lambda one: one["size"])]
+        if row["size"] == max(one["size"] for one in same) and len(shares) > 1:
+            row["share_kept"] = min(shares[place] / max(shares[:place]) for place in range(1, len(shares)))
     return made
 
 
@@ -177,8 +177,35 @@ def cells(row: Row) -> list[str]:
 
 
 def of_parts(results: list[Data]) -> dict[str, Data]:
-    """The results of each part on the GPU that the targets are for."""
-    return {r["part"]: r for r in results if "part" in r and r["environment"]["gpu"] == targets.GPU}
+    """The results of each part on the GPU that the targets are for; with those of whole steps, `on_ladder` has the
+    memory of libraries that were not installed there, from the ladder of the same model and batch.
+    """
+    here = [result for result in results if result["environment"]["gpu"] == targets.GPU]
+    ladders = [result for result in here if "rungs" in result]
+    return {
+        r["part"]: r | ({"on_ladder": _on_ladder(r, ladders)} if r["part"].startswith("steps-") else {})
+        for r in here
+        if "part" in r
+    }
+
+
+def _on_ladder(result: Data, ladders: list[Data]) -> list[Data]:
+    """Rows of other libraries on the ladder of a result's model, without those that it has itself. Times, which differ
+    more from run to run, are left out.
+    """
+    step = next((row for row in result["rows"] if "failed" not in row), None)
+    known = {row["configuration"] for row in result["rows"]}
+    found = []
+    for ladder in ladders:
+        plan = ladder["plan"]
+        if step is None or (plan["parameters"], plan.get("tokens_per_step")) != (step["parameters"], step["tokens"]):
+            continue
+        for one in ladder.get("contenders", ()):
+            if one["kind"] == "peer" and one["peak_bytes"] is not None and one["name"] not in known:
+                precision, _, dtypes = one["numbers"].lower().partition(", ")
+                row = {"model": step["model"], "configuration": f"{one['name']}, on the ladder", "precision": precision}
+                found.append(row | {"moments": dtypes.split()[-1], "peak_reserved_bytes": one["peak_bytes"]})
+    return found
 
 
 def _beside(row: Row) -> str:
@@ -200,6 +227,7 @@ def page(results: list[Data], explanations: dict[str, str]) -> str:
         own = [row for row in rows if row.target.table == name]
         header = ["row", "floor", f"others, {targets.QUOTED_ON}", "best other, same run", "ours", "target", ""]
         parts.append(f"## {name}\n\n{table(header, map(cells, own))}")
+        parts += [targets.WORDS[name]] if name in targets.WORDS else []
         reasons = [
             f"- **{row.target.label}** ({row.verdict}): {explanations.get(row.target.name, NOT_EXPLAINED)}"
             for row in own
@@ -219,14 +247,16 @@ def _sources(rows: list[Row], by_part: dict[str, Data]) -> str:
     )
 
 
-def source(result: Data, folder: str = "../benchmarks/results") -> str:
-    """A results file in words: the machine, versions, the file, and what was not installed."""
+def source(result: Data) -> str:
+    """A results file in words: the machine, versions, the commit, the file, and what was not installed."""
     here = result["environment"]
-    absent = sorted(name for name, version in result.get("peers", {}).items() if version == "not installed")
     words = (
-        f"{here['gpu'] or here['cpu']}, torch {here['torch']}, Triton {here['triton']}: "
-        f"[{result['file']}]({folder}/{result['file']})"
+        f"{here['gpu'] or here['cpu']}, torch {here['torch']}, Triton {here['triton']}, commit {here['commit']}: "
+        f"[{result['file']}](../benchmarks/results/{result['file']})"
     )
+    if "part" in result and "peers" not in result:
+        return f"{words}; no other library was looked for"
+    absent = sorted(name for name, version in result.get("peers", {}).items() if version == "not installed")
     return words + (f"; not installed: {', '.join(absent)}" if absent else "")
 
 

@@ -6,7 +6,7 @@ are fixed, so that none is chosen for its outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import measured_page
@@ -14,7 +14,6 @@ import speed
 import targets
 from speed import table
 
-RESULTS = "benchmarks/results"
 LADDER = "mini"
 #: The sizes of the kernels' rows: the second of the five sets of parameters, and the middle or last of five shapes.
 PARAMETERS, NORM, LINEAR, LOSS = "124M", (16384, 4096), (8192, 8192, 8192), (8192, 768, 50304)
@@ -126,10 +125,6 @@ def _of(by_part: dict[str, Data], part: str, **wanted: Any) -> list[Data]:
 
 def _is(row: Data, wanted: dict[str, Any]) -> bool:
     return all(row[name] == value for name, value in wanted.items())
-
-
-def _sources(found: Iterable[Data]) -> str:
-    return "\n\n".join(speed.source(one, RESULTS) for one in found)
 
 
 def summary(results: list[Data]) -> str:
