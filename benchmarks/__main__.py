@@ -3,8 +3,9 @@
     python -m benchmarks [PART…] [--seconds N] [--out FOLDER] [--against FOLDER]
 
 Each part runs in a process of its own. The exit status is 1 where something got slower than noise explains, where a
-part failed, and where it was cut off (what it has is kept as FILE.unfinished), by Ctrl-C or SIGTERM too; 2 where
-nothing can be measured. A part that needs more GPUs than there are is left out, which is said, unless it is asked for.
+part failed, and where it was cut off, by Ctrl-C or SIGTERM too (what it has is kept in a file that ends in .unfinished
+instead of .json); 2 where nothing can be measured. A part that needs more GPUs than there are is left out, which is
+said, unless it is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import compare, parts, peers
-from fusestep import hardware
+from fusestep import durable, hardware
 
 RESULTS = Path(__file__).parent / "results"
 TEXT_COLUMNS = ("norm", "implementation", "recipe", "configuration", "operation", "cache")
@@ -90,7 +91,7 @@ def report(part: parts.Part, file: Path, against: Path, problem: str | None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = parts.Parser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ", ".join(f"{name} ({seconds} s)" for name, seconds in parts.PARTS.items())
@@ -99,7 +100,9 @@ def main() -> None:
         nargs="*",
         help=f"which (a module's name is all of its parts), and what each takes on an H200: {known}; all without one",
     )
-    parser.add_argument("--seconds", type=float, help="begin no row of a part after N seconds; 3 times its usual time")
+    parser.add_argument(
+        "--seconds", type=parts.positive, help="begin no row of a part after N seconds; 3 times its usual time"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--against", type=Path, default=RESULTS, help="folder of the results to compare with")
     parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU and write nothing")
@@ -110,6 +113,10 @@ def main() -> None:
         parser.error(f"unknown part {unknown[0]}; choose from {', '.join(parts.PARTS)}")
     if not gpus and not arguments.rehearse:
         parser.error(f"a CUDA device is needed ({hardware.cuda_support().reason}); --rehearse runs tiny shapes here")
+    if not arguments.against.is_dir():
+        parser.error(f"--against names {arguments.against}, which is no folder; leave it out, or name one with results")
+    if not arguments.rehearse and (blocked := durable.obstacle(arguments.out)) is not None:
+        parser.error(f"--out {arguments.out} cannot be written, for {blocked} stands in the way; name another folder")
     lacking = {name: parts.load(name).lacks(gpus) for name in chosen or parts.PARTS if not arguments.rehearse}
     for name in chosen:
         if lacking.get(name) is not None:
@@ -138,7 +145,7 @@ def main() -> None:
                 arguments.out.mkdir(parents=True, exist_ok=True)
                 target = arguments.out / f"{datetime.date.today().isoformat()}-{gpu}-{name}.json"
                 target = target.with_suffix(".unfinished") if document["unfinished"] else target
-                target.write_text(file.read_text())
+                durable.write_together({target: file.read_text()})
             if is_told_to_end:
                 break
     if problems:

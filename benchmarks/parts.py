@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks import peers, timing
 from fusestep import durable, hardware
@@ -59,6 +59,21 @@ PARTS: dict[str, int] = {
     "learning": 600,
 }
 SCHEMA = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments; what is wrong with them is one sentence, and the exit status is 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def positive(text: str) -> float:
+    """An argument that is a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +165,10 @@ def measure(part: Part, file: Path, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parts", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.parts", description=__doc__)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--seconds", type=float, default=1e6)
+    parser.add_argument("--seconds", type=positive, default=1e6)
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
     part = load(arguments.part)

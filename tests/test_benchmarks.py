@@ -6,6 +6,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -385,14 +386,37 @@ def test_a_command_that_is_told_to_end_ends_its_part_and_keeps_what_that_has(
         os.kill(pids[0], 0)
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command.hardware, "devices", list)
-    for arguments, words in ((["adam"], "--rehearse runs tiny shapes here"), (["adams"], "unknown part adams")):
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        assert ended.value.code == 2
-        assert words in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "words"),
+    [
+        (0, ["adam"], "a CUDA device is needed (.*); --rehearse runs tiny shapes here"),
+        (1, ["adams"], "unknown part adams; choose from adam, norms, .*"),
+        (1, ["ranks-b"], "ranks-b needs 2 GPUs and there is 1; leave it out, or run it on a machine with more of them"),
+        (1, ["--seconds", "0"], "argument --seconds: 0 is not above 0"),
+        (1, ["--seconds", "nan"], "argument --seconds: nan is not above 0"),
+        (1, ["--seconds", "long"], "argument --seconds: invalid positive value: 'long'"),
+        (1, ["--against", "gone"], "--against names gone, which is no folder; leave it out, .*"),
+        (1, ["--out", "file/there"], "--out file/there cannot be written, for .*/file stands in the way; .*"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence_before_anything_is_begun(
+    gpus: int,
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command.hardware, "devices", lambda: ["a GPU"] * gpus)
+    monkeypatch.setattr(command, "run", None)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert re.fullmatch(f"python -m benchmarks: {words}\n", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---- other libraries, by stand-ins
