@@ -234,11 +234,21 @@ def test_a_forward_gradient_does_not_pass_by_way_of_copies(device: torch.device)
     torch.testing.assert_close(tangent.float(), wanted, rtol=0.02, atol=0.02)
 
 
+def step_of_torchs_kernel(module: nn.Module) -> None:
+    """Which leaves the versions of parameters as they are."""
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(module.parameters(), lr=0.3, fused=True).step()
+    module.zero_grad()
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "load_state_dict": lambda m: m.load_state_dict({k: torch.randn_like(v) for k, v in m.state_dict().items()}),
     "copy_": lambda m: [p.copy_(torch.randn_like(p)) for p in m.parameters()],
     "averaging": lambda m: [p.lerp_(torch.ones_like(p), 0.5) for p in m.parameters()],
     "data and refresh": lambda m: ([p.data.mul_(2) for p in m.parameters()], fusestep.refresh(m)),
+    "a conversion whose result lies where it lay": lambda m: m._apply(lambda p: p.data.mul_(2)),
+    "another optimizer": step_of_torchs_kernel,
     "a skipped step": lambda m: None,
 }
 

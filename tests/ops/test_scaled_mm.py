@@ -213,7 +213,11 @@ def test_scales_are_one_fp32_value_each(device: torch.device) -> None:
 
 
 def test_bias_and_output_are_checked(device: torch.device) -> None:
-    refused(r"bias is float32 of shape \(16,\)", device, bias=torch.zeros(16, device=device))
+    for size in (16, 33, 48):
+        refused(rf"bias is float32 of shape \({size},\)", device, bias=torch.zeros(size, device=device))
+    a, a_inv, b, b_inv = operands(16, 29, 16, device)
+    with pytest.raises(UserError, match=r"bias is float32 of shape \(32,\); pass a floating-point \(29,\)"):
+        scaled_mm(a, a_inv, b, b_inv, rows=16, columns=29, out_dtype=torch.float32, bias=torch.zeros(32, device=device))
     refused("bias is int64", device, bias=torch.zeros(32, device=device, dtype=torch.int64))
     refused("out_dtype is float64", device, out_dtype=torch.float64)
 
@@ -295,6 +299,22 @@ def test_the_native_product_is_handed_what_the_hardware_takes(monkeypatch: pytes
             assert bias_seen.is_contiguous()
         emulated = scaled_mm_reference(a, a_inv, b, b_inv, 9, columns, out_dtype, bias)
         torch.testing.assert_close(out, emulated)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(32, 32), (32, 16), (29, 16), (29, 32)])
+def test_a_bias_is_handed_on_as_it_is_or_padded_and_never_made_to_fit(
+    columns: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the products of modules hand to torch's own, which refuses a bias of another length than b has rows."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda op, device, scaling="tensor": True)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *given: (seen.append(given[4]), torch.zeros(16, 32))[1])
+    bias = torch.randn(size).bfloat16()
+    module.multiply(*operands(9, columns, 20), 9, columns, torch.bfloat16, bias, True)
+    if columns == 32:
+        assert seen[0] is bias
+    else:
+        assert seen[0].shape == (size + 3,)
 
 
 def test_the_doctor_proves_the_product(device: torch.device) -> None:

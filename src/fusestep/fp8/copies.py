@@ -7,8 +7,9 @@ Three parts take turns, each in one place:
 3. In the next training forward the module asks whether they are (`is_current`), and casts by itself where not.
 
 Copies are current while the weight's version and address are those of when it was marked: loading a state, copying in
-place, averaging and any other optimizer make them stale. A write through `param.data` changes neither; whoever does
-that between training steps calls `fusestep.refresh(model)`. In evaluation modules cast afresh and ask for no copy.
+place, averaging and any other optimizer make them stale; a module that is moved or converted drops them, since its new
+memory may lie where the old did. What a script does to `param.data` need change neither; whoever does that between
+training steps calls `fusestep.refresh(model)`. In evaluation modules cast afresh and ask for no copy.
 plain_copies.py does the same in 16 bits, for torch.autocast.
 
 Copies hold exactly what `ops.quantize` or `ops.block_scaling` would make of the new weight. Under delayed scaling the
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.errors import UserError
-from fusestep.fp8.held import Copies, give, part_of, revision
+from fusestep.fp8.held import Copies, drop_copies, give, part_of, revision
 from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from fusestep.ops.block_scaling import quantize_blocks
 from fusestep.ops.block_scaling_launch import MX, TILE, unwritten_scales
@@ -253,10 +254,7 @@ def refresh(model: nn.Module) -> None:
     Args:
         model: any module; those that keep copies of their own have a method `drop_caches()`, which is called.
     """
-    for parameter in model.parameters():
-        part = part_of(parameter)
-        if part is not None:
-            part.copies.drop()
+    drop_copies(model.parameters())
     for module in model.modules():
         drop = getattr(module, "drop_caches", None)
         if callable(drop):

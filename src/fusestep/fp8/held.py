@@ -8,7 +8,7 @@ bits).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -97,6 +97,14 @@ def part_of(parameter: Tensor) -> Part[Copies] | None:
     """The part of copies that a module asked for, if one did."""
     part = getattr(parameter, ATTRIBUTE, None)
     return part if isinstance(part, Part) else None
+
+
+def drop_copies(parameters: Iterable[Tensor]) -> None:
+    """Take the copies of these parameters for stale, whatever version and address say."""
+    for parameter in parameters:
+        part = part_of(parameter)
+        if part is not None:
+            part.copies.drop()
 
 
 def revision() -> int:

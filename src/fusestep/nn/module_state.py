@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fusestep.errors import UserError
+from fusestep.fp8.held import drop_copies
 from fusestep.fp8.pending import Pending
 from fusestep.fp8.recipes import DelayedScaling
 from fusestep.fp8.seats import owner_of, take_seat
@@ -87,6 +88,7 @@ class StatefulModule(QuantizedWeights):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        drop_copies(self.parameters(recurse=False))  # new values may lie where the old did, in the same version
         self._forget_casts()
         if self.fp8_state is not None:
             device = self._first_weight().device

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from operator import is_
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusestep.distributed.groups import is_dtensor, local_of
 from fusestep.errors import UserError
+from fusestep.fp8.held import drop_copies
 from fusestep.fp8.tensor import Float8Tensor
 from fusestep.optim.loading import keep_lr_tensors, loaded_groups, loaded_state
 from fusestep.optim.options import HALVES, check_common, check_parameter
@@ -63,6 +66,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults = {**defaults, "capturable": capturable}
         self._check_options(defaults)
         super().__init__(params, defaults)
+        _watch_others()
         home = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self._counters = torch.zeros(2, dtype=torch.int64, device=home)
 
@@ -435,3 +439,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         super().__setstate__(state)
+
+
+@cache
+def _watch_others() -> None:
+    """Have copies of parameters dropped after each step of an optimizer that is none of ours.
+
+    Kernels may write parameters and leave their versions as they are: those of torch's with fused=True do.
+    """
+    register_optimizer_step_post_hook(_drop_after)
+
+
+def _drop_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not isinstance(optimizer, FusedOptimizer):
+        drop_copies(parameter for group in optimizer.param_groups for parameter in group["params"])
