@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from fusestep.language import interpreted
 from fusestep.nn.fp8_module import plain_apply
 from fusestep.nn.operands import wholes
 from fusestep.ops import column_sums
 from fusestep.ops.registry import is_plain
+from fusestep.transforms import is_transformed
 
 #: From so many elements of the output on. Of fewer, torch's sums take the device less than a backward in Python, in
 #: place of one in C++, takes the host.
@@ -160,8 +160,7 @@ def sums_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and is_plain(weight)
         and is_plain(bias)
         and weight.dtype is bias.dtype is _dtype_of_product(x)
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not is_transformed()
         and _runs_sums(weight)
     )
 

@@ -23,6 +23,7 @@ from fusestep.fp8.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockS
 from fusestep.fp8.state import Slots
 from fusestep.nn.module_state import TRANSIENT, StatefulModule
 from fusestep.ops.roll_scales import AMAX
+from fusestep.transforms import is_transformed
 
 #: What activations may be.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,7 +167,7 @@ class FP8Module(StatefulModule):
             shape
             and shape[-1] == features
             and x.device == weight.device
-            and (region is None or not torch._C._are_functorch_transforms_active())
+            and (region is None or not is_transformed())
             and ((x.dtype in FLOATING and weight.dtype in FLOATING) or region is None or not region.enabled)
         ):
             return
@@ -186,10 +187,10 @@ class FP8Module(StatefulModule):
                 f"{self._described()}: the weight has dtype {weight.dtype}, which FP8 is not cast from; convert the "
                 "layer to float32, bfloat16 or float16, or leave the fp8_autocast region."
             )
-        if region is not None and torch._C._are_functorch_transforms_active():
+        if region is not None and is_transformed():
             raise UserError(
-                f"{self._described()}: transforms of torch.func cannot look into FP8; call the module outside of "
-                "fp8_autocast there."
+                f"{self._described()}: transforms of torch.func and forward-mode gradients cannot look into FP8; call "
+                "the module outside of fp8_autocast there."
             )
         raise UserError(
             f"{self._described()}: x is on {x.device} and the weight on {weight.device}; move them to one device."

@@ -29,7 +29,7 @@ from fusestep.nn.fused_norm import (
 from fusestep.nn.head_split import HeadSplit, cast_gradient, rows_of, split_gradients
 from fusestep.nn.linear import Linear
 from fusestep.nn.linear_function import GRADIENT, INPUT, WEIGHT
-from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
+from fusestep.nn.products import differentiated, forward_product, input_gradient, shaped, weight_gradient
 from fusestep.ops.quantize import transpose_bytes
 from fusestep.ops.quantize_joined import Joined
 
@@ -225,9 +225,7 @@ class _LayerNormLinear(torch.autograd.Function):
         dy, others = split_gradients(ctx.split, gradients)
         dtotal = others[0] if ctx.has_total else None
         dnormed = others[-1] if ctx.has_output else None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return refusing_a_second("LayerNormLinear", _LayerNormLinear._gradients, ctx, dy, dtotal, dnormed)
-        return _LayerNormLinear._gradients(ctx, dy, dtotal, dnormed)
+        return differentiated("LayerNormLinear", _LayerNormLinear._gradients, ctx, dy, dtotal, dnormed)
 
     @staticmethod
     def _gradients(

@@ -32,10 +32,10 @@ from fusestep.nn.fused_norm import (
 )
 from fusestep.nn.operands import autocast_operands, in_place_of_bias
 from fusestep.nn.products import (
+    differentiated,
     forward_product,
     input_gradient,
     plain_linear,
-    refusing_a_second,
     shaped,
     weight_gradient,
 )
@@ -344,9 +344,7 @@ class _LayerNormMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
         dtotal = others[0] if ctx.has_total else None
         dnormed = others[-1] if ctx.has_output else None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return refusing_a_second("LayerNormMLP", _LayerNormMLP._gradients, ctx, dy, dtotal, dnormed)
-        return _LayerNormMLP._gradients(ctx, dy, dtotal, dnormed)
+        return differentiated("LayerNormMLP", _LayerNormMLP._gradients, ctx, dy, dtotal, dnormed)
 
     @staticmethod
     def _gradients(

@@ -34,6 +34,7 @@ from fusestep.nn.linear_function import GRADIENT, INPUT, OPERANDS, WEIGHT, apply
 from fusestep.nn.operands import autocast_operands, in_place_of_bias, put_together, stand_ins
 from fusestep.nn.planned_linear import apply_planned, call_key, plan_linear
 from fusestep.nn.products import plain_linear
+from fusestep.transforms import is_transformed
 
 #: Tensors that hide nothing from kernels.
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -226,7 +227,7 @@ class Linear(FP8Module):
             type(x) not in _PLAIN
             or type(weight) not in _PLAIN
             or torch._C._len_torch_dispatch_stack()
-            or torch._C._are_functorch_transforms_active()
+            or is_transformed()
         ):
             return None, None
         grad = torch.is_grad_enabled()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusestep.nn.fp8_module import activation_dtype, plain_apply
 from fusestep.nn.head_split import cast_gradient, rows_of, split_gradients
-from fusestep.nn.products import forward_product, input_gradient, refusing_a_second, shaped, weight_gradient
+from fusestep.nn.products import differentiated, forward_product, input_gradient, shaped, weight_gradient
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.quantize_joined import Joined
 
@@ -59,9 +59,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         dy, _ = split_gradients(ctx.split, gradients)
         assert dy is not None  # what nothing depends on comes as zeros
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return refusing_a_second("Linear", _Linear._gradients, ctx, dy)
-        return _Linear._gradients(ctx, dy)
+        return differentiated("Linear", _Linear._gradients, ctx, dy)
 
     @staticmethod
     def _gradients(ctx: Any, dy: Tensor | Joined) -> tuple[Tensor | None, ...]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from fusestep.fp8.context import Region
 from fusestep.fp8.held import part_of
 from fusestep.fp8.plain_copies import PlainCopies, attach_plain
 from fusestep.nn.fp8_module import plain_apply
+from fusestep.transforms import is_transformed
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -105,8 +105,7 @@ def autocast_operands(
         or region is not None
         or not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or x.dtype is torch.float64  # which autocast leaves alone
     ):
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusestep.fp8.casts import Casts, Planned
 from fusestep.nn.fp8_module import activation_dtype
-from fusestep.nn.products import refusing_a_second
+from fusestep.nn.products import refuse_mapped, refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
 from fusestep.ops.quantize_joined import Joined
@@ -50,8 +50,10 @@ class _PlannedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *others: Tensor) -> Any:
         is_compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not is_compiling:
-            return refusing_a_second("Linear", _PlannedLinear.backward, ctx, dy, *others)
+        if not is_compiling:
+            refuse_mapped("Linear", dy)
+            if torch.is_grad_enabled():
+                return refusing_a_second("Linear", _PlannedLinear.backward, ctx, dy, *others)
         kept = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
         planned, casts, slot, x_shape, sums_dtype, split = ctx.of

@@ -13,8 +13,10 @@ from fusestep.fp8.casts import Casts
 from fusestep.fp8.context import Region
 from fusestep.nn.biased_linear import linear
 from fusestep.nn.fp8_module import FP8Module
+from fusestep.ops.quantize_joined import Joined
 from fusestep.ops.quantized import Quantized
 from fusestep.ops.scaled_mm import multiply
+from fusestep.transforms import is_mapped
 
 
 def forward_product(casts: Casts, x: Quantized, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -85,16 +87,45 @@ def shaped(y: Tensor, x: Tensor) -> Tensor:
     return result
 
 
+def refuse_mapped(who: str, dy: Tensor | Joined | None) -> None:
+    """Raise UserError for a gradient that belongs to a transform, or to is_grads_batched=True."""
+    tensor = dy.matrices[0] if isinstance(dy, Joined) else dy
+    if tensor is not None and is_mapped(tensor):
+        raise UserError(
+            f"{who}: transforms of torch.func and batched gradients cannot look into FP8; take one gradient after the "
+            "other, or call the module outside of fp8_autocast there."
+        )
+
+
+def differentiated(who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Any) -> Any:
+    """The gradients of a backward in FP8 from those of its outputs, unless more is asked than a cast can give.
+
+    With create_graph=True they are such that differentiating them again raises.
+
+    Raises: UserError for gradients that belong to a transform.
+    """
+    if torch.compiler.is_compiling():
+        return backward(ctx, *dy)
+    for one in dy:
+        refuse_mapped(who, one)
+    if torch.is_grad_enabled():
+        return refusing_a_second(who, backward, ctx, *dy)
+    return backward(ctx, *dy)
+
+
 def refusing_a_second(who: str, backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, *dy: Any) -> Any:
     """The gradients of a backward with create_graph=True, such that differentiating them again raises."""
     with torch.no_grad():
         gradients = backward(ctx, *dy)
+    # They hang on dy as well, so that torch.autograd.grad, which goes no other way than to its inputs, meets it too.
+    tensors = [tensor for one in dy for tensor in (one.matrices if isinstance(one, Joined) else (one,))]
     message = (
         f"{who} in FP8 cannot be differentiated twice, since a cast has no gradient; run the module outside of "
         "fp8_autocast where gradients of gradients are needed"
     )
-    refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
-    return refuse(*(None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients))
+    leaves = [None if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
+    refuse: Any = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(tensors))
+    return tuple(refuse(*leaves, *tensors)[: len(leaves)])
 
 
 def plain_linear(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region | None) -> Tensor:
