@@ -334,7 +334,7 @@ def test_a_compiled_layer_adds_the_bias_as_it_is() -> None:
     optimizer = FusedAdam(layer.parameters(), lr=1e-2)
     x = torch.randn(5, 24)
     step(layer, optimizer, x, RECIPES[1])
-    compiled = torch.compile(layer, backend="aot_eager")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         y = forward(compiled, x * 0, RECIPES[1])
         assert torch.equal(y, layer.bias.detach().to(BF16).expand(5, 41))
