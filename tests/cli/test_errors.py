@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +109,31 @@ def test_a_closed_pipe_is_quiet() -> None:
         child.stdout.close()
         assert child.stderr.read() == ""
         assert child.wait(60) == 141
+
+
+def test_a_pipe_that_rich_finds_closed_is_quiet() -> None:
+    script = (
+        "import sys; from rich.console import Console; from fusestep.cli.errors import exit_status\n"
+        "console = Console()\n"
+        "sys.exit(exit_status('fusestep', lambda: [console.print('line', i) for i in range(10000)] and None))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == "line 0\n"
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait(60) == 141
+
+
+def test_a_stream_that_was_closed_before_the_start_is_no_defect() -> None:
+    command = f"{shlex.quote(sys.executable)} -m fusestep plan --gpus"
+    without_output = subprocess.run(f"{command} 1 >&-", shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (without_output.returncode, without_output.stderr) == (0, "")
+    without_errors = subprocess.run(f"{command} 0 2>&-", shell=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (without_errors.returncode, without_errors.stdout) == (2, "")
 
 
 def test_output_that_is_closed_only_at_the_end_is_quiet() -> None:

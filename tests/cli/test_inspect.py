@@ -119,7 +119,7 @@ def test_what_cannot_be_drawn_is_one_sentence_and_nothing_is_written(
     for run, plot, sentence in (
         (uncounted, tmp_path / "a.png", "has no statistics over steps up to step 6; train with --fp8-stats"),
         (counted, tmp_path / "a.gif", "name a file that ends in .png"),
-        (counted, tmp_path / "file" / "a.png", "is in its way; name another file"),
+        (counted, tmp_path / "file" / "a.png", "is not a folder that you may write to; name another file"),
         (counted, tmp_path / "folder.png", "cannot be written (Is a directory); name another file"),
         (counted, tmp_path / f"{'a' * 300}.png", "cannot be written (File name too long); name another file"),
         (tmp_path / "nowhere", tmp_path / "a.png", "nowhere does not exist; name a run's folder"),

@@ -8,8 +8,10 @@ called, so that help and `--version` answer at once. `errors.py` turns what a pe
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from fusestep.cli.errors import exit_status
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         run(given)
 
+    # Python has no stream where a process was started with it closed (`>&-`); what is written there is for nobody.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal that has no × or …, and a folder whose name is no text, cost a character, never the run.
         if isinstance(stream, io.TextIOWrapper):

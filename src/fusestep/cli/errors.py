@@ -51,6 +51,11 @@ def exit_status(who: str, program: Callable[[], None]) -> int:
         # Python flushes stdout once more as it leaves; give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except SystemExit as leaving:
+        # Rich meets a closed pipe itself, gives Python somewhere to write, and leaves with 1.
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        return BROKEN_PIPE
     except Exception as error:
         sentence = mendable(error)
         if sentence is None:

@@ -21,7 +21,10 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """
     obstacle = durable.obstacle(file.parent)
     if obstacle is not None:
-        raise UserError(f"--plot {file} cannot be written, since {obstacle} is in its way; name another file.")
+        raise UserError(
+            f"--plot {file} cannot be written: {obstacle.absolute()} is not a folder that you may write to; "
+            "name another file."
+        )
     lines: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         lines.setdefault((row["module"], row["tensor"]), []).append(row)
