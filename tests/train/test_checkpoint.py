@@ -181,6 +181,13 @@ def test_a_manifest_of_odd_values_is_damaged(tmp_path: Path, changes: dict[str, 
         checkpoint.read(manifest.parent)
 
 
+def test_a_run_without_a_good_checkpoint_does_not_send_one_to_an_earlier_one(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (save(tmp_path, step) / "state.pt").write_bytes(b"cut")
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"step-00000004 .*none of the 2 .* is good; put"):
+        checkpoint.find(tmp_path)
+
+
 def test_a_manifest_nested_without_end_is_damaged(tmp_path: Path) -> None:
     manifest = save(tmp_path, 2) / "checkpoint.json"
     manifest.write_text("[" * 100_000)

@@ -244,7 +244,11 @@ def newest(run: Path, *, together: bool = False) -> Checkpoint | None:
         else:
             return found
     if damaged is not None:
-        raise damaged
+        # There is no earlier one to use.
+        raise DamagedCheckpointError(
+            f"{str(damaged).removesuffix('; use an earlier one.')}, and none of the {len(paths)} checkpoints of {run} "
+            "is good; put one back from a copy, or start another run."
+        ) from damaged
     return None
 
 
