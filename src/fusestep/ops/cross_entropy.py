@@ -92,58 +92,72 @@ cross_entropy_backward = define(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row."""
+    """The loss of each row, or of all: reduced here, since what autograd sees costs the host more."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options, plain: bool
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        token_weights: Tensor | None,
+        options: Options,
+        reduction: Reduction,
+        plain: bool,
     ) -> Tensor:
         run = run_forward if plain else cross_entropy_forward
-        losses: Tensor
         losses, lse = run(logits, target, token_weights, *options)
-        ctx.save_for_backward(logits, target, token_weights, lse)
+        loss, count = reduced(losses, target, token_weights, options.ignore_index, reduction)
+        ctx.save_for_backward(logits, target, token_weights, lse, count)
         ctx.options, ctx.plain = options, plain
-        return losses
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> Any:
+    def backward(ctx: Any, dloss: Tensor) -> Any:
         refuse_second("cross_entropy")
-        logits, target, token_weights, lse = ctx.saved_tensors
-        if runs_mapped("cross_entropy", dlosses):
-            found = row_gradients(logits, target, token_weights, ctx.options) * dlosses[:, None]
-            return found.to(logits.dtype), None, None, None, None
-        run = run_backward if ctx.plain and is_plain(dlosses) else cross_entropy_backward
-        return run(dlosses, lse, logits, target, token_weights, *ctx.options), None, None, None, None
+        logits, target, token_weights, lse, count = ctx.saved_tensors
+        upstream = dloss if count is None else dloss / count
+        if runs_mapped("cross_entropy", dloss):
+            found = row_gradients(logits, target, token_weights, ctx.options) * upstream.reshape(-1, 1)
+            return found.to(logits.dtype), None, None, None, None, None
+        run = run_backward if ctx.plain and is_plain(dloss) else cross_entropy_backward
+        return run(upstream, lse, logits, target, token_weights, *ctx.options), None, None, None, None, None
 
 
 class _SharedCrossEntropy(torch.autograd.Function):
-    """The loss of each row of which this rank has the logits of its part of the vocabulary."""
+    """The same where this rank has the logits of its part of the vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options, share: Share
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        token_weights: Tensor | None,
+        options: Options,
+        reduction: Reduction,
+        share: Share,
     ) -> Tensor:
         losses = logits.new_empty(logits.shape[0], dtype=statistics_dtype(logits.dtype))
         lse = torch.empty_like(losses)
         write_shared_rows("cross_entropy", logits, target, token_weights, options, lse, share, losses=losses)
-        ctx.save_for_backward(logits, target, token_weights, lse)
+        loss, count = reduced(losses, target, token_weights, options.ignore_index, reduction)
+        ctx.save_for_backward(logits, target, token_weights, lse, count)
         ctx.options, ctx.share = options, share
-        return losses
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> Any:
+    def backward(ctx: Any, dloss: Tensor) -> Any:
         refuse_second("cross_entropy")
-        refuse_mapped("cross_entropy", is_mapped(dlosses))
-        logits, target, token_weights, lse = ctx.saved_tensors
+        refuse_mapped("cross_entropy", is_mapped(dloss))
+        logits, target, token_weights, lse, count = ctx.saved_tensors
         gradient = logits.new_empty(logits.shape)
         write_rows(
             *("cross_entropy", logits, target, token_weights, ctx.options, lse),
-            upstream=dlosses,
+            upstream=dloss if count is None else dloss / count,
             gradient=gradient,
             first=ctx.share.first,
             vocabulary=ctx.share.vocabulary,
         )
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def row_gradients(logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options) -> Tensor:
@@ -222,19 +236,30 @@ def cross_entropy(
         if uses_triton(who, input.device, input.dtype):
             announce_transformed(who)
         losses = cross_entropy_reference(rows, target, weights, options)
+        loss, _ = reduced(losses, target, weights, ignore_index, reduction)
     else:
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         if parallel is None:
             plain = not torch.compiler.is_compiling() and is_plain(rows)
-            losses = _CrossEntropy.apply(rows, target, weights, options, plain)
+            loss = _CrossEntropy.apply(rows, target, weights, options, reduction, plain)
         else:
             share = Share(parallel.group, (parallel.rank or 0) * rows.shape[1], vocabulary)
-            losses = _SharedCrossEntropy.apply(rows, target, weights, options, share)
+            loss = _SharedCrossEntropy.apply(rows, target, weights, options, reduction, share)
+    return loss.view(input.shape[:-1]) if reduction == "none" else loss
+
+
+def reduced(
+    losses: Tensor, target: Tensor, token_weights: Tensor | None, ignore_index: int, reduction: Reduction
+) -> tuple[Tensor, Tensor | None]:
+    """The losses as they are, their sum, or their mean; and for a mean what it divides by."""
     if reduction == "none":
-        return losses.view(input.shape[:-1])
+        return losses, None
     total = losses.sum()
-    return total if reduction == "sum" else total / divisor(target, weights, ignore_index, total.dtype)
+    if reduction == "sum":
+        return total, None
+    count = divisor(target, token_weights, ignore_index, total.dtype)
+    return total / count, count
 
 
 def divisor(target: Tensor, token_weights: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:

@@ -34,6 +34,7 @@ from fusestep.ops.cross_entropy import (
     cross_entropy_reference,
     divisor,
     flat_weights,
+    reduced,
     refuse_mapped,
     refuse_second,
     row_gradients,
@@ -335,10 +336,8 @@ def linear_cross_entropy(
             total: Tensor = _InForward.apply(rows, weight, bias, target, weights, upstream, held, call)
             return total
         losses = _Recomputing.apply(rows, weight, bias, target, weights, call)
-    if reduction == "none":
-        return losses.view(shape)
-    total = losses.sum()
-    return total if reduction == "sum" else total / divisor(target, weights, ignore_index, total.dtype)
+    loss, _ = reduced(losses, target, weights, ignore_index, reduction)
+    return loss.view(shape) if reduction == "none" else loss
 
 
 def _seen_by(parallel: TensorParallel | None, shape: torch.Size) -> torch.Size:
