@@ -123,6 +123,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
         get_sync_debug_mode=lambda: 0,
         set_sync_debug_mode=lambda mode: None,
         memory_reserved=lambda device: 0,
+        synchronize=lambda: None,
         default_generators=[generator],
     )
     monkeypatch.setattr(train_step.torch, "cuda", SimpleNamespace(**vars(torch.cuda) | vars(cuda)))
