@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.errors import UserError
-from fusestep.optim import FusedAdam
+from fusestep.optim import FusedAdam, base
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(3, 5), (1030,), (), (0, 4), (4, 6)]
@@ -343,3 +344,15 @@ def test_state_that_user_code_moved_to_either_side_is_accepted() -> None:
         first = 2 if where == "cpu" else 4
         train(optimizer, range(first, first + 2))
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
+
+
+def test_a_process_that_got_its_optimizer_by_a_pickle_looks_at_other_optimizers_too(
+    place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose kernels may change parameters and not their versions, by which copies are known to be stale."""
+    saved = pickle.dumps(FusedAdam([torch.nn.Parameter(torch.ones(3, device=place))]))
+    known = OrderedDict[int, Any]()
+    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_post_hooks", known)
+    base._watch_others.cache_clear()
+    pickle.loads(saved)
+    assert list(known.values()) == [base._drop_after]
