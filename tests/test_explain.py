@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -92,7 +93,18 @@ def test_repeated_modules_share_a_line() -> None:
 def test_the_page_counts_kernels_fallbacks_and_torchs_own() -> None:
     page = str(explain(model(KERNEL, FALLBACK)))
     assert "torch (fallback)" in page
-    assert page.endswith("Triton kernels: 2 of 14 modules; fallbacks: 1; PyTorch's own: 11.")
+    assert page.endswith(
+        "Triton kernels: 2 of 14 modules; fallbacks: 1; ours on PyTorch's kernels by intent: 0; PyTorch's own: 11."
+    )
+
+
+def test_the_counts_of_the_page_add_up() -> None:
+    """A choice that is no fallback and no kernel of ours, such as PyTorch's product, counts too."""
+    page = str(explain(model(KERNEL, FALLBACK, Choice("torch", "PyTorch's own product"), Choice("native", "FP8"))))
+    kernels, modules, fallbacks, intended, foreign = map(int, re.findall(r"\d+", page.splitlines()[-1]))
+    assert (kernels, fallbacks, intended) == (2, 1, 2)
+    assert kernels + fallbacks + intended + foreign == modules
+    assert "0 of 1 module;" in str(explain(nn.Linear(2, 2)))
 
 
 def test_a_single_module_is_a_model() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusestep.errors import UserError
 from fusestep.grouping import grouped
-from fusestep.tables import table
+from fusestep.tables import counted, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +47,15 @@ class Explanation:
             (path or "(the model)", m.kind, m.implementation + " (fallback)" * m.is_fallback, m.reason)
             for path, (m, *_) in grouped(self.modules, lambda m: m.path, lambda m: (m.kind, m.implementation, m.reason))
         ]
-        kernels = sum(m.implementation == "triton" for m in self.modules)
-        fallbacks = sum(m.is_fallback for m in self.modules)
+        # Each module counts once, so that the four add up.
         foreign = sum(not m.is_ours for m in self.modules)
+        fallbacks = sum(m.is_ours and m.is_fallback for m in self.modules)
+        kernels = sum(m.is_ours and not m.is_fallback and m.implementation == "triton" for m in self.modules)
+        rest = len(self.modules) - foreign - fallbacks - kernels
         return (
             f"{table(rows)}\n\n"
-            f"Triton kernels: {kernels} of {len(self.modules)} modules; "
-            f"fallbacks: {fallbacks}; PyTorch's own: {foreign}."
+            f"Triton kernels: {kernels} of {counted(len(self.modules), 'module')}; fallbacks: {fallbacks}; "
+            f"ours on PyTorch's kernels by intent: {rest}; PyTorch's own: {foreign}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Aligned columns in plain text, for the pages that the core prints without any library."""
+"""Plain text for the pages that the core prints without any library: aligned columns, and how many of what."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 #: Characters a line; the last column is wrapped to it.
 WIDTH = 110
+
+
+def counted(number: int, what: str) -> str:
+    """How many of what: 1 step, 1,024 tokens; `what` is a singular that takes an s."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> str:

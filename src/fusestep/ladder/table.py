@@ -10,7 +10,6 @@ from fusestep.ladder import verdict
 from fusestep.ladder.results import ContenderResult, Ladder, RungResult
 from fusestep.ladder.words import (
     claim_in_words,
-    counted,
     device_in_words,
     model,
     native_of,
@@ -23,6 +22,7 @@ from fusestep.ladder.words import (
     status_of,
     steps_in_words,
 )
+from fusestep.tables import counted
 
 #: Kernels of a rung that a terminal has room for; the files hold more.
 _KERNELS = 3

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fusestep.ladder.findings import MEMORY_DIFFERS, share_in_words
 from fusestep.ladder.results import Ladder, RungResult
 from fusestep.ladder.statistics import paired_gain
-from fusestep.ladder.words import counted, gain_in_words, native_of, peers_of
+from fusestep.ladder.words import gain_in_words, native_of, peers_of
+from fusestep.tables import counted
 
 
 def remarks(

@@ -7,10 +7,7 @@ from fusestep.ladder.measured import Measured
 from fusestep.ladder.results import SCATTERED, Comparison, ContenderResult, Ladder, RungResult
 from fusestep.ladder.rungs import Recipe
 from fusestep.ladder.statistics import CONFIDENCE, Gain
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+from fusestep.tables import counted
 
 
 def place(ladder: Ladder) -> str:
