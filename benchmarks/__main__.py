@@ -143,9 +143,12 @@ def main() -> None:
             if document is not None and not arguments.rehearse:
                 gpu = compare.slug(document["environment"]["gpu"])
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                target = arguments.out / f"{datetime.date.today().isoformat()}-{gpu}-{name}.json"
-                target = target.with_suffix(".unfinished") if document["unfinished"] else target
-                durable.write_together({target: file.read_text()})
+                whole = arguments.out / f"{datetime.date.today().isoformat()}-{gpu}-{name}.json"
+                unfinished = whole.with_suffix(".unfinished")
+                durable.write_together({unfinished if document["unfinished"] else whole: file.read_text()})
+                if not document["unfinished"]:
+                    # What an earlier run of this day was cut off in is all in the whole one.
+                    unfinished.unlink(missing_ok=True)
             if is_told_to_end:
                 break
     if problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import multiprocessing
 import os
@@ -338,12 +339,16 @@ def test_the_command_writes_results_and_exits_as_it_went(
         file.write_text(json.dumps(made))
         return "cut off after 75 s, 1 rows measured" if unfinished else None
 
-    before = tmp_path / "before"
+    before, out = tmp_path / "before", tmp_path / "out"
     before.mkdir()
+    out.mkdir()
+    # A run that was cut off earlier on this day; the whole one takes its place.
+    name = f"{datetime.date.today().isoformat()}-nvidia-chip-9-adam"
+    (out / f"{name}.unfinished").write_text("{}")
     (before / "2026-01-01-nvidia-chip-9-adam.json").write_text(json.dumps(document(adam_row(0.9))))
     monkeypatch.setattr(command, "run", run)
     monkeypatch.setattr(command.hardware, "devices", lambda: ["a GPU"])
-    arguments = ["benchmarks", "adam", "--out", str(tmp_path / "out"), "--against", str(before)]
+    arguments = ["benchmarks", "adam", "--out", str(out), "--against", str(before)]
     monkeypatch.setattr(sys, "argv", arguments)
     if status:
         with pytest.raises(SystemExit) as ended:
@@ -351,8 +356,8 @@ def test_the_command_writes_results_and_exits_as_it_went(
         assert ended.value.code == status
     else:
         command.main()
-    (file,) = (tmp_path / "out").iterdir()
-    assert file.name.endswith("-nvidia-chip-9-adam" + (".unfinished" if unfinished else ".json"))
+    (file,) = out.iterdir()
+    assert file.name == name + (".unfinished" if unfinished else ".json")
     assert json.loads(file.read_text()) == made
 
 
