@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -352,7 +353,7 @@ def test_a_process_that_got_its_optimizer_by_a_pickle_looks_at_other_optimizers_
     """Whose kernels may change parameters and not their versions, by which copies are known to be stale."""
     saved = pickle.dumps(FusedAdam([torch.nn.Parameter(torch.ones(3, device=place))]))
     known = OrderedDict[int, Any]()
-    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_post_hooks", known)
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", known)
     base._watch_others.cache_clear()
     pickle.loads(saved)
     assert list(known.values()) == [base._drop_after]
