@@ -335,6 +335,31 @@ def test_rows_without_a_target_owe_a_reason_where_they_are_worse_than_they_shoul
     ]
 
 
+def test_pieces_are_held_against_the_fastest_and_the_hosts_time_of_torch() -> None:
+    def piece(implementation: str, device: float, host: float | None, shape: str = "2 x 3") -> dict[str, Any]:
+        row = {"operation": "rotary", "shape": shape, "implementation": implementation, "device_us": device}
+        return row | {"floor_us": 10.0, "of_floor": 10.0 / device, "host_us": host}
+
+    rows = [
+        *(piece("fusestep", 20.0, 150.1), piece("torch", 40.0, 100.0), piece("torch.compile", 16.0, None)),
+        *(piece("fusestep", 20.5, 150.0, "4 x 3"), piece("torch", 20.0, 100.0, "4 x 3")),
+        *(piece("fusestep", 20.7, 90.0, "5 x 3"), piece("torch", 20.0, 100.0, "5 x 3")),
+        {"operation": "rotary", "shape": "5 x 3", "implementation": "quack", "failed": "so"},
+        {"operation": "rotary", "shape": "6 x 3", "implementation": "fusestep", "failed": "so"},
+        piece("torch", 20.0, 100.0, "6 x 3"),
+        piece("fusestep", 20.0, 100.0, "7 x 3"),
+    ]
+    assert beside_targets.owing({"pieces": {"rows": rows}}) == {
+        "pieces/rotary/2 x 3/device": ("rotary 2 × 3", "1.25 times torch.compile"),
+        "pieces/rotary/2 x 3/host": ("rotary 2 × 3, host", "1.50 times torch's"),
+        "pieces/rotary/5 x 3/device": ("rotary 5 × 3", "1.03 times torch"),
+    }
+    (section,) = beside_targets.sections({"pieces": {"rows": rows}})
+    assert section.rows[0] == ["rotary 2 × 3, fusestep", "20", "10", "0.50", "150"]
+    assert section.rows[2][-1] == ""
+    assert section.rows[7] == ["rotary 5 × 3, quack", "failed", "", "", ""]
+
+
 def ranks_row(path: str, ms: float, *, kind: str = "weak", mode: str = "graph", **more: Any) -> dict[str, Any]:
     row = {"configuration": "B", "precision": "fp8", "mode": mode, "path": path, "kind": kind, "ranks": 2}
     row |= {"step_ms": ms, "step_ms_quartiles": [ms - 0.25, ms + 0.5], "efficiency": 38.0 / ms, "sent_share": 0.125}

@@ -11,6 +11,13 @@ Data = dict[str, Any]
 #: What a way to spread a model may cost in a world of one, where nothing is sent, over the plain step.
 OVER_PLAIN = 1.02
 
+#: What a piece may take the device, over the fastest that was timed beside it, and the host, over torch's.
+OVER_FASTEST, OVER_TORCHS_HOST = 1.03, 1.5
+
+PIECES = f"""\
+Operations without a target of their own. The aim is at most {OVER_FASTEST} of the fastest beside ours on the device,
+and at most {OVER_TORCHS_HOST} of torch's own on the host, which launches one kernel at a time."""
+
 WORLD = f"""\
 What it costs to spread a model over ranks where there is one rank, so that all code runs and nothing is sent: whole
 steps of models A and B, captured, with FP32 weights, in turns with the plain step. The aim is at most {OVER_PLAIN} of
@@ -40,10 +47,12 @@ def sections(by_part: dict[str, Data]) -> Iterator[Section]:
 def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
     """Rows beside the targets that need a reason, by name: what they are called and by how much they are worse.
 
-    Whole steps of ours that take longer than native PyTorch's, and steps in a world of one beyond the aim.
+    Whole steps of ours that take longer than native PyTorch's, and steps in a world of one and pieces beyond the aim.
     """
     found = {}
     for part, result in sorted(by_part.items()):
+        if part == "pieces":
+            found |= _slow_pieces(result["rows"])
         for row in result["rows"] if part == "world" or part.startswith("steps-") else []:
             if "failed" in row:
                 continue
@@ -54,6 +63,26 @@ def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
             if part != "world" and row["configuration"].startswith("fusestep") and (row["over_native"] or 1) < 1:
                 label = f"{row['model'].upper()}: {row['configuration']}, {row['weights']} weights"
                 found[f"{part}/{row['configuration']}"] = (label, f"{1 / row['over_native'] - 1:.1%} over native, amp")
+    return found
+
+
+def _slow_pieces(rows: list[Data]) -> dict[str, tuple[str, str]]:
+    found = {}
+    by_case: dict[tuple[str, str], dict[str, Data]] = {}
+    for row in rows:
+        if "failed" not in row:
+            by_case.setdefault((row["operation"], row["shape"]), {})[row["implementation"]] = row
+    for (operation, shape), case in by_case.items():
+        label, ours = f"{operation} {shape.replace('x', '×')}", case.pop("fusestep", None)
+        if ours is None or not case:
+            continue
+        fastest = min(case, key=lambda name: case[name]["device_us"])
+        ratio = ours["device_us"] / case[fastest]["device_us"]
+        if ratio > OVER_FASTEST:
+            found[f"pieces/{operation}/{shape}/device"] = (label, f"{ratio:.2f} times {fastest}")
+        if "torch" in case and ours["host_us"] > OVER_TORCHS_HOST * case["torch"]["host_us"]:
+            ratio = ours["host_us"] / case["torch"]["host_us"]
+            found[f"pieces/{operation}/{shape}/host"] = (f"{label}, host", f"{ratio:.2f} times torch's")
     return found
 
 
@@ -95,7 +124,7 @@ def _pieces(rows: list[Data]) -> Section:
         for row in rows
     ]
     title = "Rotary embedding, cross entropy of logits and embedding, forward and backward"
-    return Section(title, "pieces", ["operation", "µs", "floor, µs", "of floor", "host, µs"], lines)
+    return Section(title, "pieces", ["operation", "µs", "floor, µs", "of floor", "host, µs"], lines, PIECES)
 
 
 def _piece(row: Data) -> list[str]:
