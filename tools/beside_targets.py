@@ -49,7 +49,7 @@ def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
 
     Whole steps of ours that take longer than native PyTorch's, and steps in a world of one and pieces beyond the aim.
     """
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for part, result in sorted(by_part.items()):
         if part == "pieces":
             found |= _slow_pieces(result["rows"])
@@ -67,7 +67,7 @@ def owing(by_part: Mapping[str, Data]) -> dict[str, tuple[str, str]]:
 
 
 def _slow_pieces(rows: list[Data]) -> dict[str, tuple[str, str]]:
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     by_case: dict[tuple[str, str], dict[str, Data]] = {}
     for row in rows:
         if "failed" not in row:
