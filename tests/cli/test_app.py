@@ -36,12 +36,24 @@ def test_help_lists_every_command_in_full(capsys: pytest.CaptureFixture[str]) ->
         assert summary in page
 
 
+def test_defaults_that_others_decide_are_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fusestep("doctor", "--help") == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "auto, cpu or cuda. [default: auto]" in page
+    assert "[default: 60]" in page
+    assert fusestep("ladder", "--help") == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "those before it are left out. [default: adam]" in page
+    assert "in a new process each. [default: 5 on a GPU, 3 on a CPU]" in page
+
+
 @pytest.mark.parametrize("name", list(app.COMMANDS))
 def test_every_command_exists_and_has_its_own_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert fusestep(name, "--help") == 0
     page = capsys.readouterr().out
     assert page.startswith(f"Usage: fusestep {name} [OPTIONS]")
     assert "--help" in page
+    assert "[default: (" not in " ".join(page.split())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

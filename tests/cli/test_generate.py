@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,16 +105,26 @@ def test_without_a_prompt_held_out_sequences_are_continued_and_keep_their_stride
 
 
 def test_a_changing_stride_is_said(fusestep: Any, arithmetic_run: Path) -> None:
-    _, out, _ = fusestep(arithmetic_run, "--prompt", "1 2 3", "--prompt", "1, 2, 4", "--tokens", 0)
+    _, out, _ = fusestep(arithmetic_run, "--prompt", "1", "--prompt", "1, 2, 4", "--tokens", 1)
+    first, second = (re.search(rf"{prompt} \| (\d+)$", out, re.MULTILINE) for prompt in ("1", "1 2 4"))
+    assert first is not None
+    assert second is not None
     assert out.splitlines() == [
-        "prompt + generation: 1 2 3 | ",
-        "step differences:    1 1 <- constant stride",
+        f"prompt + generation: 1 | {first[1]}",
+        f"step differences:    {(int(first[1]) - 1) % 12} <- constant stride",
         "",
-        "prompt + generation: 1 2 4 | ",
-        "step differences:    1 2 <- the stride changes",
+        f"prompt + generation: 1 2 4 | {second[1]}",
+        f"step differences:    1 2 {(int(second[1]) - 4) % 12} <- the stride changes",
         "",
         "constant stride: 1 of 2",
     ]
+
+
+def test_of_a_prompt_alone_no_stride_is_told(fusestep: Any, arithmetic_run: Path) -> None:
+    _, out, _ = fusestep(arithmetic_run, "--prompt", "1 2 3", "--tokens", 0)
+    assert out == "prompt + generation: 1 2 3 | \n"
+    _, out, _ = fusestep(arithmetic_run, "--prompt", "1 2 3", "--tokens", 0, "--json")
+    assert json.loads(out)["samples"] == [{"prompt": [1, 2, 3], "continuation": []}]
 
 
 def test_text_is_continued_as_text(fusestep: Any, text_run: Path) -> None:

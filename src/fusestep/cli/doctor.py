@@ -22,12 +22,13 @@ def command(
         bool, typer.Option("--distributed", help="Under torchrun: prove that all ranks reach each other, and how fast.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="With --distributed: auto, cpu or cuda.", show_default="auto")
+        str | None, typer.Option(help="With --distributed: auto, cpu or cuda. [default: auto]", show_default=False)
     ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="With --distributed: seconds that no rank may be slow or silent; then one is named.", show_default="60"
+            help="With --distributed: seconds that no rank may be slow or silent; then one is named. [default: 60]",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -67,7 +67,7 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A prompt and its continuation; `strides` of both together where the data is arithmetic."""
+    """A prompt and its continuation; `strides` of both together where the data is arithmetic and there is one."""
 
     prompt: list[int]
     continuation: list[int]
@@ -138,7 +138,8 @@ def command(
     samples = []
     for ids, row in zip(prompts, rows, strict=True):
         everything = row.tolist()
-        steps = strides(everything, vocabulary.vocab_size) if is_arithmetic else None
+        # Where nothing was generated, a stride would be the prompt's alone.
+        steps = strides(everything, vocabulary.vocab_size) if is_arithmetic and tokens else None
         samples.append(_Sample(ids, everything[len(ids) :], steps))
     if as_json:
         answer = _as_dict(samples, vocabulary, checkpoint) | {"precision": computing.precision}

@@ -43,7 +43,8 @@ def command(
         ),
     ] = "auto",
     base: Annotated[
-        str | None, typer.Option(help="The rung that all are compared with; those before it are left out. adam.")
+        str | None,
+        typer.Option(help="The rung that all are compared with; those before it are left out. [default: adam]"),
     ] = None,
     natives: Annotated[
         str,
@@ -66,18 +67,20 @@ def command(
         ),
     ] = "auto",
     rounds: Annotated[
-        int | None, typer.Option(help="Times that each rung is timed, in a new process each; 5 on a GPU, 3 on a CPU.")
+        int | None,
+        typer.Option(help="Times that each rung is timed, in a new process each. [default: 5 on a GPU, 3 on a CPU]"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Timed steps a process; up to 36 on a GPU, 24 on a CPU, 12 of long ones.")
+        int | None,
+        typer.Option(help="Timed steps a process. [default: up to 36 on a GPU, 24 on a CPU, 12 of long ones]"),
     ] = None,
     gate_steps: Annotated[
-        int | None, typer.Option(help="Steps of the correctness gate; 200 on a GPU, 40 on a CPU.")
+        int | None, typer.Option(help="Steps of the correctness gate. [default: 200 on a GPU, 40 on a CPU]")
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
-            help=f"Sequences a step; by default {', '.join(f'{size} for {name}' for name, size in BATCH.items())}."
+            help=f"Sequences a step. [default: {', '.join(f'{size} for {name}' for name, size in BATCH.items())}]"
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -85,7 +88,8 @@ def command(
     recipe: Annotated[str, typer.Option(help="Of the rung fp8: delayed, current, block or mxfp8.")] = "delayed",
     fp8_format: Annotated[str, typer.Option(help="Of the rung fp8: auto, hybrid or e4m3.")] = "auto",
     amax_history: Annotated[
-        int | None, typer.Option(help=f"Of the rung fp8: steps that delayed scaling remembers; {AMAX_HISTORY}.")
+        int | None,
+        typer.Option(help=f"Of the rung fp8: steps that delayed scaling remembers. [default: {AMAX_HISTORY}]"),
     ] = None,
     fp8_stats: Annotated[
         bool, typer.Option("--fp8-stats", help="Count what the rung fp8 saturates during its gate; shows the worst.")
