@@ -18,6 +18,17 @@ TEMPORARY = ".writing-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def mend(error: OSError, what: str) -> str:
+    """What a person does about an error that kept `what`, a file or folder in words, from being written or read."""
+    if error.errno in (*FULL, errno.EFBIG):
+        return f"free some space for {what}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"change the permissions of {what}"
+    if error.errno == errno.EROFS:
+        return f"make the file system of {what} writable"
+    return f"put {what} in order"
+
+
 def is_temporary(path: Path) -> bool:
     """Whether a file or folder was being written and never got its name."""
     return path.name.startswith(TEMPORARY)

@@ -159,11 +159,21 @@ def test_output_that_is_closed_only_at_the_end_is_quiet() -> None:
         assert child.wait(60) == 141
 
 
-@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES])
-def test_a_path_that_cannot_be_used_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.ENAMETOOLONG, "correct the path"),
+        (errno.ELOOP, "correct the path"),
+        (errno.ENOTDIR, "correct the path"),
+        (errno.EACCES, "change the permissions of runs/a"),
+        (errno.EPERM, "change the permissions of runs/a"),
+        (errno.EROFS, "make the file system of runs/a writable"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_named(number: int, mend: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = OSError(number, os.strerror(number), "runs/a")
     assert exit_status("fusestep train", raising(error)) == 2
-    sentence = f"runs/a cannot be used ({os.strerror(number)}); correct the path, or choose another."
+    sentence = f"runs/a cannot be used ({os.strerror(number)}); {mend}, or choose another."
     assert capsys.readouterr().err == f"fusestep train: {sentence}\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import logging
@@ -181,10 +182,26 @@ def test_a_manifest_of_odd_values_is_damaged(tmp_path: Path, changes: dict[str, 
         checkpoint.read(manifest.parent)
 
 
+@pytest.mark.parametrize("name", ["checkpoint.json", "state.pt"])
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The error of the system goes on, so that nobody falls back to an earlier checkpoint or throws this one away."""
+    path = save(tmp_path, 2)
+    opened = io.open
+
+    def refusing(file: Any, *args: Any, **options: Any) -> Any:
+        if Path(file).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *args, **options)
+
+    monkeypatch.setattr(io, "open", refusing)
+    with pytest.raises(PermissionError, match=f"Permission denied: '.*{name}'"):
+        checkpoint.find(path)
+
+
 def test_a_run_without_a_good_checkpoint_does_not_send_one_to_an_earlier_one(tmp_path: Path) -> None:
     for step in (2, 4):
         (save(tmp_path, step) / "state.pt").write_bytes(b"cut")
-    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"step-00000004 .*none of the 2 .* is good; put"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"step-00000004 .*, and .* has no good one; put"):
         checkpoint.find(tmp_path)
 
 

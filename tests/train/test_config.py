@@ -119,8 +119,11 @@ def test_config_files_give_settings_under_the_command_lines(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
+        ("a.json", b"{", "; correct it."),
+        ("a.toml", b"steps = ", "; correct it."),
         ("a.json", b"{", "is not JSON"),
         ("a.toml", b"steps = ", "is not TOML"),
+        ("a.conf", b"steps = 3", "; correct it, or name it .toml if it is TOML."),
         ("a.json", b"[1]", "holds no table of settings"),
         ("a.json", b'{"step": 3}', "sets 'step', which is no setting; did you mean steps?"),
         ("a.json", b'{"zzzz": 3}', "the settings are "),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusestep import durable
 from fusestep.errors import UserError
 from fusestep.models import GPT
 from fusestep.train import TrainConfig, TrainResult, checkpoint, load_model, train
@@ -336,8 +339,63 @@ def test_skipped_steps_are_counted_in_the_metrics_and_the_result(tiny: Build, mo
     listener = Listener()
     assert train(tiny(), listener).skipped_steps == 1
     assert [row["skipped"] for row in rows(tiny().out)] == [0] * 3 + [1] * 7
-    assert any("1 steps were skipped" in line or "1 step was skipped" in line for line in listener.lines)
+    assert "1 step skipped, where gradients were not finite" in listener.lines
     assert rows(tiny().out)[3]["grad_norm"] is None
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.EACCES, "change the permissions of {out}"),
+        (errno.EROFS, "make the file system of {out} writable"),
+        (errno.ENOSPC, "free some space for {out}"),
+        (errno.EIO, "put {out} in order"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_with_its_mend(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, number: int, mend: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    config = tiny(save_every=3, steps=3)
+    words = re.escape(f"({os.strerror(number)}); {mend.format(out=config.out)}, ")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_together", refused)
+        with pytest.raises(UserError, match=words + "or choose another --out"):
+            train(config)
+    train(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_together", refused)
+        with pytest.raises(UserError, match=words + "or choose another --out"):
+            train(dataclasses.replace(config, resume=True, steps=6))
+    monkeypatch.setattr(checkpoint, "DurableFile", refused)
+    words = re.escape(f"is untouched; {mend.format(out=config.out)}, then go on with --resume")
+    with pytest.raises(UserError, match=words):
+        train(dataclasses.replace(config, resume=True, steps=6))
+
+
+def test_settings_that_may_not_be_read_are_not_damaged(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    train(tiny(steps=1))
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(
+        UserError, match=r"config\.json cannot be read \(Permission denied\); change the permissions of"
+    ):
+        settings_of({"out": tiny().out}, file=None, resume=True)
+
+
+def test_one_of_a_thing_is_told_in_the_singular(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    listener = Listener()
+    config = tiny(steps=1, accumulate=1)
+    train(config, listener)
+    said = "\n".join(listener.lines)
+    assert "CPU, 1 thread |" in said
+    assert "| 1 step of " in said
+    assert f"({config.batch} × 1 sequence of " in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 
 from fusestep import memory
-from fusestep.durable import FULL
+from fusestep.durable import FULL, mend
 from fusestep.errors import UserError
 
 #: The packages that only an extra brings, and which extra that is.
@@ -77,7 +77,9 @@ def mendable(error: Exception) -> str | None:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where} ({os.strerror(error.errno)}); free some space or choose another folder."
     if isinstance(error, OSError) and error.filename and error.errno in TROUBLE_WITH_PATHS:
-        return f"{error.filename} cannot be used ({os.strerror(error.errno)}); correct the path, or choose another."
+        is_path_wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+        what = "correct the path" if is_path_wrong else mend(error, str(error.filename))
+        return f"{error.filename} cannot be used ({os.strerror(error.errno)}); {what}, or choose another."
     return _out_of_memory(error)
 
 

@@ -93,7 +93,7 @@ __all__ = [
 #: Complete checkpoints that stay in a run's folder.
 KEPT = 3
 
-#: What reading a manifest of any other content can raise.
+#: What reading a manifest of any other content can raise; a file that nobody may read is not damaged, though.
 _UNREADABLE = (OSError, LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 logger = logging.getLogger("fusestep")
@@ -246,8 +246,8 @@ def newest(run: Path, *, together: bool = False) -> Checkpoint | None:
     if damaged is not None:
         # There is no earlier one to use.
         raise DamagedCheckpointError(
-            f"{str(damaged).removesuffix('; use an earlier one.')}, and none of the {len(paths)} checkpoints of {run} "
-            "is good; put one back from a copy, or start another run."
+            f"{str(damaged).removesuffix('; use an earlier one.')}, and {run} has no good one; put one back from a "
+            "copy, or start another run."
         ) from damaged
     return None
 
@@ -295,7 +295,7 @@ def _manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
         config, model, data = (dict(manifest[part]) for part in ("config", "model", "data"))
         processes = int(manifest.get("processes", 1))
         found = Checkpoint(path, int(manifest["step"]), config, model, data, processes, schema)
-    except NewerSchemaError:
+    except (NewerSchemaError, PermissionError):
         raise
     except _UNREADABLE as error:
         raise DamagedCheckpointError(
@@ -313,6 +313,8 @@ def _index(path: Path, files: Mapping[str, object]) -> Shards:
         shards = Shards.from_json(path, json.loads((path / INDEX).read_bytes()))
         if strange := shards.files - files.keys():
             raise ValueError(f"{min(strange)} is none of its files")
+    except PermissionError:
+        raise
     except _UNREADABLE as error:
         raise foreign(path, INDEX) from error
     return shards

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fusestep.durable import TEMPORARY
+from fusestep.durable import TEMPORARY, mend
 from fusestep.errors import UserError
 
 FOLDER = "checkpoints"
@@ -77,5 +77,5 @@ def writing(run: Path, step: int) -> Iterator[None]:
         last = f"the last good one, {found[-1]}, is untouched" if found else "there is none before it"
         raise UserError(
             f"the checkpoint of step {step} could not be written ({error.strerror or error}); {last}; "
-            f"free some space in {run}, then go on with --resume --out {run}."
+            f"{mend(error, str(run))}, then go on with --resume --out {run}."
         ) from error

@@ -22,6 +22,7 @@ from fusestep.fp8.recipes import AMAX_HISTORY, LONGEST_HISTORY, FormatName, Reci
 from fusestep.models import PRESETS, GPTConfig
 from fusestep.models.config import Form
 from fusestep.precision import BF16_CAPABILITY
+from fusestep.tables import counted
 from fusestep.train import run_folder
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -135,7 +136,7 @@ class TrainConfig:
             raise UserError(f"--dropout is {self.dropout}; pass a probability from 0 up to, not including, 1.")
         if self.warmup > self.schedule_length:
             raise UserError(
-                f"--warmup is {self.warmup}, longer than the schedule of {self.schedule_length} steps; "
+                f"--warmup is {self.warmup}, longer than the schedule of {counted(self.schedule_length, 'step')}; "
                 f"lower it, or raise --steps or --schedule-steps."
             )
         if self.weights != "fp32" and dtype_of(self.weights) != dtype_of(self.precision):
@@ -308,7 +309,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         settings = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise UserError(f"--config {path} is not {kind} ({error}); correct it, or name it .toml or .json.") from error
+        mend = "correct it" if path.suffix in (".toml", ".json") else "correct it, or name it .toml if it is TOML"
+        raise UserError(f"--config {path} is not {kind} ({error}); {mend}.") from error
     if not isinstance(settings, dict):
         raise UserError(f'--config {path} holds no table of settings; write {{"steps": 100, ...}}.')
     known = {f.name for f in fields(TrainConfig)}

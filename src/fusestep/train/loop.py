@@ -23,6 +23,7 @@ from fusestep.errors import UserError
 from fusestep.fp8 import count_saturation, support
 from fusestep.fp8.casting import is_counting
 from fusestep.memory import asked, ran_out
+from fusestep.tables import counted
 from fusestep.train import checkpoint, memory
 from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, option
@@ -218,7 +219,9 @@ class _Run:
     def _introduce(self, trainer: Trainer) -> None:
         config, device = self.config, self.device
         name = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
         )
         self.progress.say(trainer.model.describe())
         choice = dispatch.explain_choice("the optimizer and the fused norms", device.type, device.index)
@@ -229,15 +232,16 @@ class _Run:
         weights = "" if config.weights == "fp32" else f", weights {config.weights} with fp32 masters"
         self.progress.say(f"device: {name} | fused parts run as {kernels}: {choice.reason}")
         self.progress.say(
-            f"preset: {preset} | data: {config.data} | {config.steps} steps of {trainer.tokens_per_step:,} tokens "
-            f"({config.batch} × {config.accumulate} sequences of {trainer.model.config.context}) | "
+            f"preset: {preset} | data: {config.data} | {counted(config.steps, 'step')} of "
+            f"{counted(trainer.tokens_per_step, 'token')} "
+            f"({config.batch} × {counted(config.accumulate, 'sequence')} of {trainer.model.config.context}) | "
             f"precision {config.precision}{weights}"
         )
         if config.parallel != "none":
             size = self.ranks.size
             self.progress.say(
-                f"parallel: {config.parallel} | {size} rank{'s' * (size > 1)}"
-                + (f", {config.batch // self.ranks.count} sequences each at a time" if size > 1 else "")
+                f"parallel: {config.parallel} | {counted(size, 'rank')}"
+                + (f", {counted(config.batch // self.ranks.count, 'sequence')} each at a time" if size > 1 else "")
             )
         if trainer.fp8_recipe is not None:
             is_native, why = support(device, trainer.fp8_recipe)
@@ -324,7 +328,7 @@ class _Run:
             return
         skipped = int(trainer.optimizer.skipped_steps)
         if skipped:
-            say(f"{skipped} steps were skipped because gradients were not finite")
+            say(f"{counted(skipped, 'step')} skipped, where gradients were not finite")
         say(f"saved {self.saved}")
         say(
             f"final loss {self.last['loss']:.4f} | a random guess has ln {source.vocab_size} = "

@@ -79,7 +79,8 @@ class RunFolder:
                 self.close()
                 shutil.rmtree(self.path)
             raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); free some space, or choose another --out."
+                f"{self.path} cannot be written ({error.strerror}); {durable.mend(error, str(self.path))}, or choose "
+                "another --out."
             ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -92,8 +93,8 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise UserError(
-                f"{self.path / METRICS} could not be written ({error.strerror}); free some space, then go on with "
-                f"--resume --out {self.path}."
+                f"{self.path / METRICS} could not be written ({error.strerror}); "
+                f"{durable.mend(error, str(self.path))}, then go on with --resume --out {self.path}."
             ) from error
 
     def write_fp8(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -106,8 +107,8 @@ class RunFolder:
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(
-                f"{self.path / FP8} could not be written ({error.strerror}); free some space, then go on with "
-                f"--resume --out {self.path}."
+                f"{self.path / FP8} could not be written ({error.strerror}); {durable.mend(error, str(self.path))}, "
+                f"then go on with --resume --out {self.path}."
             ) from error
 
     def sync(self) -> None:
@@ -156,7 +157,10 @@ class RunFolder:
         try:
             descriptor = os.open(self.path / METRICS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"{self.path / METRICS} cannot be written ({error.strerror}); make it writable.") from error
+            file = self.path / METRICS
+            raise UserError(
+                f"{file} cannot be written ({error.strerror}); {durable.mend(error, str(file))}."
+            ) from error
         self._lock(descriptor)
         self._descriptor = descriptor
 
@@ -235,7 +239,9 @@ def read_config(path: Path) -> dict[str, Any]:
         newer = schema > SCHEMA
         if not isinstance(contents["train"], dict):
             raise TypeError("the settings are no table")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {durable.mend(error, str(file))}.") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged; start another run, or put back the file.") from error
     if newer:
         raise UserError(f"{file} has schema {schema} and this version reads up to {SCHEMA}; upgrade fusestep.")
