@@ -35,7 +35,7 @@ def built_model(who: str, name: str) -> nn.Module:
     return model
 
 
-def built(who: str, name: str) -> Any:
+def built(who: str, name: str, before_call: Callable[[], None] = lambda: None) -> Any:
     """Import the module, call the function without arguments, and return what it gives.
 
     Modules are found in the working folder too, as `python -m` finds them.
@@ -44,6 +44,7 @@ def built(who: str, name: str) -> Any:
         who: speaks in the error.
         name: "pkg.mod:factory"; the factory may be a class, or an attribute of one ("pkg.mod:Class.small"), or a
             torch.nn.Module, which is what is returned then.
+        before_call: called once the module is imported, and before the function is.
     Raises: UserError where the name leads to no factory, with the place in the user's code where it failed.
     """
     module_name, colon, attributes = name.partition(":")
@@ -70,6 +71,7 @@ def built(who: str, name: str) -> Any:
         )
     from torch import nn
 
+    before_call()
     return found if isinstance(found, nn.Module) else guarded(f"{who}: {name}() fails", found)
 
 

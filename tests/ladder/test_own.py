@@ -320,6 +320,22 @@ def test_a_batch_that_is_the_same_again_may_hold_whatever_it_likes() -> None:
     assert described("with_gaps", "adam").tokens == 5
 
 
+def test_a_module_that_draws_numbers_as_it_is_imported_gives_the_same_weights_at_every_call(folder: Path) -> None:
+    (folder / "draws_at_import.py").write_text(
+        "import torch\nfrom torch import nn\nfrom own_models import Task\n"
+        "MODULE_LEVEL = Task(nn.Linear(12, 12))\n\ndef fresh():\n    return Task(nn.Linear(12, 12))\n\n"
+        "def kept():\n    return MODULE_LEVEL\n"
+    )
+    assert Description(**describe(Own("draws_at_import:fresh", None, 0), CPU, ["adam"])).parameters == 156
+    # A model of the module's own is drawn at the import, from the seed as well.
+    drawn = []
+    for _ in range(2):
+        sys.modules.pop("draws_at_import")
+        torch.randn(3)
+        drawn.append(Own("draws_at_import:kept", None, 0).model(Recipe(), CPU).weight)
+    assert torch.equal(*drawn)  # type: ignore[arg-type]
+
+
 def test_batches_of_ones_own_have_their_own_size() -> None:
     with pytest.raises(UserError, match="--batch is 4, but own_models:plain"):
         own("plain", batch=4).model(Recipe(), CPU)

@@ -122,12 +122,16 @@ class Own:
             raise RuntimeError("Own: the model is made before its loss and batches are asked for.")
         return self.task
 
-    def _made(self) -> Task:
+    def _seed_all(self) -> None:
         random.seed(self._seed)
         torch.manual_seed(self._seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(self._seed % 2**32)
-        made = built("--model", self.name)
+
+    def _made(self) -> Task:
+        # Before the import for a model that the module itself makes, and after it since only the first call imports.
+        self._seed_all()
+        made = built("--model", self.name, before_call=self._seed_all)
         if isinstance(made, nn.Module):
             return LanguageModel(self.name, made, self._batch, self._seed)
         lacking = [name for name in ("model", "batch", "loss") if not hasattr(made, name)]
