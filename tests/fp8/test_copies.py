@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import fusestep
 from fusestep.errors import UserError
 from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fusestep.fp8.copies import CopyFormat, WeightCopies, attach, copies_of, current_copy, revision
+from fusestep.fp8.held import Copies, drop_copies, give, part_of
 from fusestep.fp8.recipes import Recipe
 
 
@@ -63,6 +65,39 @@ def test_copies_are_current_from_the_mark_to_the_next_change() -> None:
     assert current_copy(w) is copies.quantized is not None
     copies.drop()
     assert current_copy(w) is None
+
+
+def _give_other_memory(parameter: nn.Parameter) -> None:
+    # As moving a module does: the values and the version stay, the address does not.
+    version = parameter._version
+    parameter.data = parameter.data.clone()
+    assert parameter._version == version
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "written in place": lambda parameter: parameter.mul_(2),
+    "other memory": _give_other_memory,
+    "dropped": lambda parameter: drop_copies([parameter]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_is_stale_whenever_the_whole_is_through_it(change: str, place: int) -> None:
+    both = weight(3), weight(2)
+    whole = Copies([3, 2])
+    give(both, whole)
+    for number, one in enumerate(both):
+        whole.mark(one, number)
+    parts = [part_of(one) for one in both]
+    assert whole.is_current(*both)
+    assert [part is not None and part.is_current(one) for part, one in zip(parts, both, strict=True)] == [True, True]
+    with torch.no_grad():
+        CHANGES[change](both[place])
+    assert not whole.is_current(*both)
+    are_current = [part is not None and part.is_current(one) for part, one in zip(parts, both, strict=True)]
+    # What is dropped is all of the copies; any other change is of one parameter.
+    assert are_current == [change != "dropped" and number != place for number in range(2)]
 
 
 def test_copies_are_written_over_in_place() -> None:
