@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,14 +63,20 @@ def process(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[s
         [sys.executable, "-m", "fusestep", "train", *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 
 
-def wait_for_step(folder: Path, step: int, running: subprocess.Popen[str]) -> None:
+def drain(screen: int) -> None:
+    """Read what a terminal shows, so that it always has room."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(screen, 1 << 16)
+
+
+def wait_for_step(
+    folder: Path, step: int, running: subprocess.Popen[str], meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Until the run's metrics hold a step."""
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 90
@@ -75,6 +84,7 @@ def wait_for_step(folder: Path, step: int, running: subprocess.Popen[str]) -> No
         assert running.poll() is None, running.communicate()
         if metrics.exists() and f'"step": {step},' in metrics.read_text():
             return
+        meanwhile()
         time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached")
 
@@ -232,7 +242,7 @@ def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path: Path, fusestep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_prints_the_command_that_goes_on(
     tmp_path: Path, fusestep: Cli, number: signal.Signals, status: int
 ) -> None:
@@ -249,6 +259,32 @@ def test_a_signal_saves_and_prints_the_command_that_goes_on(
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, step + 1))
     assert fusestep(*stopped[2].split(), "--steps", str(step + 2))[0] == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fusestep")
+def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """Whatever is written to it from then on fails, which must not keep the run from being saved."""
+    keyboard, terminal = os.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    running = process(
+        tmp_path,
+        *("--config", "tiny.toml", "--steps", "100000", "--save-every", "0", "--out", "run"),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(terminal)
+    os.set_blocking(keyboard, False)
+    wait_for_step(tmp_path / "run", 3, running, meanwhile=lambda: drain(keyboard))
+    os.close(keyboard)
+    assert running.wait(60) == 129
+    assert newest(tmp_path / "run").step == rows(tmp_path / "run")[-1]["step"]
 
 
 @pytest.mark.slow

@@ -398,7 +398,28 @@ def test_one_of_a_thing_is_told_in_the_singular(tiny: Build, monkeypatch: pytest
     assert f"({config.batch} × 1 sequence of " in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_closed_terminal_tells_twice_and_ends_the_run_once(tiny: Build) -> None:
+    """The shell sends SIGHUP, and so does the system."""
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    result = train(tiny(), Listener(4, twice))
+    assert result.stopped_by == signal.SIGHUP
+    assert 4 <= result.step < 10
+
+
+def test_a_hang_up_that_is_ignored_is_left_alone(tiny: Build) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = train(tiny(), Listener(4, lambda: os.kill(os.getpid(), signal.SIGHUP)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (result.stopped_by, result.step) == (None, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on_bit_for_bit(
     tiny: Build, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -1,18 +1,28 @@
-"""Ctrl-C and SIGTERM end a run after the step in progress, so that it can be saved."""
+"""Ctrl-C, SIGTERM and a terminal that closes end a run after the step in progress, so that it can be saved."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+#: Those that end a run after the step in progress.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interruption:
-    """While entered, notes the first SIGINT or SIGTERM in `signal`; a second raises KeyboardInterrupt at once.
+    """While entered, notes the first of SIGNALS in `signal`; a second raises KeyboardInterrupt at once.
+
+    SIGHUP is left alone where it is ignored, as nohup has it. One after another counts for nothing: the shell and the
+    system both send it when a terminal closes. What is written to that terminal from then on goes nowhere, since it
+    would end the run.
 
     Where a launcher looks after several processes it may pass a signal on to one that has it already, so a second one
     that follows within `patience` seconds counts for nothing.
@@ -33,8 +43,9 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -44,8 +55,10 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminals()
         if self.signal is not None:
-            if time.monotonic() - self._came < self._patience:
+            if number == signal.SIGHUP or time.monotonic() - self._came < self._patience:
                 return
             raise KeyboardInterrupt
         self._came = time.monotonic()
@@ -53,3 +66,16 @@ class Interruption:
         # Python refuses to print while the interrupted code is printing; then the notice is left out.
         with contextlib.suppress(RuntimeError):
             self._on_first(self.signal)
+
+
+def _leave_closed_terminals() -> None:
+    """Send stdout and stderr to nowhere where their terminal is gone."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            # A file or a pipe has none to lose.
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

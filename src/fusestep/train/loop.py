@@ -27,7 +27,7 @@ from fusestep.tables import counted
 from fusestep.train import checkpoint, memory
 from fusestep.train.checkpoint import Checkpoint
 from fusestep.train.config import TrainConfig, option
-from fusestep.train.interruption import Interruption
+from fusestep.train.interruption import SIGNALS, Interruption
 from fusestep.train.progress import Progress
 from fusestep.train.ranks import Ranks, RanksOfWorld
 from fusestep.train.readings import MAXIMUM_LAG, Reading, Readings
@@ -48,7 +48,7 @@ class TrainResult:
         eval_loss: of the last evaluation in this process; None if there was none.
         skipped_steps: those that the optimizer left out because gradients were not finite.
         checkpoint: the newest one of the run, or None.
-        stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
+        stopped_by: SIGINT, SIGTERM or SIGHUP, if one ended the run before its last step.
     """
 
     step: int
@@ -66,7 +66,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
     as if it had never stopped. Its data, seed, model and the dtype of its weights must be what they were; everything
     else is taken from `config`, not from the checkpoint.
 
-    Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint.
+    Ctrl-C, SIGTERM or SIGHUP (unless it is ignored) ends the run after the step in progress, with a checkpoint.
 
     Args:
         progress: shows what happens; nothing is shown without one.
@@ -212,7 +212,7 @@ class _Run:
         Each reads a step's numbers when they come, but none is more than MAXIMUM_LAG steps further by then.
         """
         if any(stops) and self.stopped_by is None:
-            self.stopped_by = signal.SIGINT if stops[0] else signal.SIGTERM
+            self.stopped_by = next(number for number, count in zip(SIGNALS, stops, strict=True) if count)
             self.last_step = min(self.last_step, step + (MAXIMUM_LAG if self.device.type == "cuda" else 0))
             self.progress.say(f"{self.stopped_by.name} reached a rank: all stop after step {self.last_step} and save")
 

@@ -19,6 +19,7 @@ from fusestep.distributed.mesh import DATA, TENSOR, Parallel
 from fusestep.errors import UserError
 from fusestep.models import GPT, GPTConfig
 from fusestep.train.config import TrainConfig, dtype_of
+from fusestep.train.interruption import SIGNALS
 
 #: Of the random numbers of rank 0; the data sources have those before it.
 _STREAM = 2
@@ -76,7 +77,7 @@ class Ranks:
         return part
 
     def total_with_signals(self, part: Tensor) -> tuple[Tensor, ...]:
-        """`total`, and how many ranks SIGINT has reached, and SIGTERM; a process alone needs not ask about those."""
+        """`total`, and how many ranks each of SIGNALS has reached; a process alone needs not ask about those."""
         return (part,)
 
     def seed(self, seed: int, step: int) -> None:
@@ -168,7 +169,7 @@ class RanksOfWorld(Ranks):
     def total_with_signals(self, part: Tensor) -> tuple[Tensor, ...]:
         if self.size == 1:
             return (part,)
-        return self._totals(part, float(self.signal == signal.SIGINT), float(self.signal == signal.SIGTERM))
+        return self._totals(part, *(float(self.signal == number) for number in SIGNALS))
 
     def _totals(self, part: Tensor, *counts: float) -> tuple[Tensor, ...]:
         values = torch.zeros(1 + len(counts), device=part.device)

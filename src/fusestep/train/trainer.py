@@ -95,7 +95,7 @@ class Trainer:
         """Take one step.
 
         Returns: (4,) fp32, still on the device: loss, norm of the gradient, learning rate, steps skipped so far; where
-            there are several ranks (6,), with the number of those that SIGINT has reached, and SIGTERM.
+            there are several ranks (7,), with the number of those that each of interruption.SIGNALS has reached.
         Raises: UserError if no parameter received a gradient.
         """
         ranks = self.ranks
