@@ -387,6 +387,23 @@ def test_settings_that_may_not_be_read_are_not_damaged(tiny: Build, monkeypatch:
         settings_of({"out": tiny().out}, file=None, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        ({"data": "text:nowhere"}, "nowhere"),
+        ({"model": {"vocab_size": 7}}, "the model table sets vocab_size 7"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_before_one_in_the_folder(
+    tiny: Build, mistake: dict[str, Any], sentence: str
+) -> None:
+    train(tiny(steps=1))
+    with pytest.raises(UserError, match=sentence):
+        train(tiny(**mistake))
+    with pytest.raises(UserError, match="holds a run already"):
+        train(tiny())
+
+
 def test_one_of_a_thing_is_told_in_the_singular(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     listener = Listener()

@@ -90,8 +90,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> TrainResult:
             ranks.check_batch(config.batch)
             run = _Run(config, progress if world.is_first else Progress(), world.device, ranks)
             runs.append(run)
-            # Where the folder cannot be, nothing else begins.
-            world.meet()
             return run.end_to_end()
 
 
@@ -104,7 +102,8 @@ class _Run:
         self.progress = progress
         self.device = device
         self.ranks = ranks
-        self.folder = RunFolder(config.out, resume=config.resume) if ranks.is_first else ElsewhereFolder(config.out)
+        # Until the settings are known to fit the data, nobody has a folder.
+        self.folder: RunFolder = ElsewhereFolder(config.out)
         self.trainer: Trainer | None = None
         self.has_begun = False
         self.last: dict[str, Any] = {}
@@ -135,6 +134,10 @@ class _Run:
         source.batch(0, 1, model_config.context)
         if config.eval_every:
             source.batch(0, 1, model_config.context, held_out=True)
+        if self.ranks.is_first:
+            self.folder = RunFolder(config.out, resume=config.resume)
+        # Where the folder cannot be, nothing else begins.
+        self.ranks.meet()
         trainer = self.trainer = Trainer(config, model_config, source, self.device, self.ranks)
         if config.resume:
             self._restore(trainer, source)
