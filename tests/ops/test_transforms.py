@@ -172,6 +172,44 @@ def test_gradients_in_a_batch(case: Case, device: torch.device) -> None:
             near(value, truth)
 
 
+@pytest.mark.parametrize("logits_again", [False, True])
+def test_batched_gradients_of_a_mean_of_no_row_are_zero(logits_again: bool, device: torch.device) -> None:
+    x, weight = torch.randn(2, 6, device=device), torch.randn(8, 6, device=device)
+    ignored = torch.full((2,), -100, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        if logits_again:
+            return linear_cross_entropy(x, weight, ignored, gradients="recompute")
+        return cross_entropy(x, ignored)
+
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(loss(x), x, torch.ones(3, device=device), is_grads_batched=True)
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+class _First(torch.autograd.Function):
+    """y and y; of two gradients it passes on that of the second, which is made of zeros if only the first is used."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        return y.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:  # noqa: ARG004
+        return second
+
+
+@pytest.mark.interpreter
+def test_a_batched_gradient_reaches_the_sum_of_a_norm_alone() -> None:
+    x, residual, weight = (torch.randn(shape, requires_grad=True) for shape in ((4, 9), (4, 9), (9,)))
+    y, total = fused.layer_norm(x, (9,), weight, residual=residual)
+    dys = torch.randn(3, 4, 9)
+    outputs = [_First.apply(y)[0], total]
+    found = torch.autograd.grad(outputs, [x, weight], [dys, dys], is_grads_batched=True)
+    assert torch.equal(found[0], dys)
+    assert not found[1].any()
+
+
 @every
 def test_rows_and_columns_of_the_jacobian(case: Case, device: torch.device) -> None:
     operands = case.operands(device)

@@ -117,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, token_weights, lse, count = ctx.saved_tensors
         upstream = dloss if count is None else dloss / count
         if runs_mapped("cross_entropy", dloss):
-            found = row_gradients(logits, target, token_weights, ctx.options) * upstream.reshape(-1, 1)
+            found = visible_gradient(upstream, logits, target, token_weights, ctx.options)
             return found.to(logits.dtype), None, None, None, None, None
         run = run_backward if ctx.plain and is_plain(dloss) else cross_entropy_backward
         return run(upstream, lse, logits, target, token_weights, *ctx.options), None, None, None, None, None
@@ -160,14 +160,21 @@ class _SharedCrossEntropy(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-def row_gradients(logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options) -> Tensor:
-    """What the gradient of each row's loss is multiplied by, (rows, V) in the dtype of statistics, in plain PyTorch."""
+def visible_gradient(
+    upstream: Tensor, logits: Tensor, target: Tensor, token_weights: Tensor | None, options: Options
+) -> Tensor:
+    """The gradient of the logits, (rows, V) in the dtype of statistics, in PyTorch's own operations.
+
+    Args: upstream: the gradient of each row's loss, or one for all.
+    """
 
     def total(y: Tensor) -> Tensor:
         return cross_entropy_reference(y, target, token_weights, options).sum()
 
     found: Tensor = torch.func.grad(total)(logits.detach().to(statistics_dtype(logits.dtype)))
-    return found
+    # Nothing reaches an ignored row, be it infinite, as where a mean is of no row.
+    is_counted = (target != options.ignore_index)[:, None]
+    return torch.where(is_counted, found * upstream.reshape(-1, 1), 0.0)
 
 
 def refuse_mapped(who: str, crosses: bool) -> None:

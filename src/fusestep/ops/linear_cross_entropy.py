@@ -37,7 +37,7 @@ from fusestep.ops.cross_entropy import (
     reduced,
     refuse_mapped,
     refuse_second,
-    row_gradients,
+    visible_gradient,
 )
 from fusestep.ops.cross_entropy_kernel import compilations
 from fusestep.ops.cross_entropy_parts import Share
@@ -142,7 +142,7 @@ def _visible_gradients(
     x_wanted, weight_wanted, bias_wanted = call.wanted
     rows, matrix = x.detach().to(call.dtype), weight.detach().to(call.dtype)
     logits = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.detach().to(call.dtype))
-    dlogits = row_gradients(logits, target, token_weights, call.options) * dlosses[:, None]
+    dlogits = visible_gradient(dlosses, logits, target, token_weights, call.options)
     narrow = dlogits.to(call.dtype)
     return [
         (narrow @ matrix).to(x.dtype) if x_wanted else None,

@@ -36,7 +36,7 @@ from fusestep.ops.norm_ops import (
     uses_triton,
 )
 from fusestep.ops.norm_reference import backward_reference, computing_dtype, forward_reference
-from fusestep.ops.registry import announce_transformed, is_plain, shows_gradient
+from fusestep.ops.registry import announce_transformed, is_plain, runs_mapped, shows_gradient
 from fusestep.transforms import is_transformed
 
 FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -144,7 +144,9 @@ class _Norm(torch.autograd.Function):
         dx_copy = None
         if dy is None:  # only the sum was used
             dx, dweight, dbias = dsum, None, None
-        elif shows_gradient(op_name(call.centred), dy):
+        elif shows_gradient(op_name(call.centred), dy) or (
+            dsum is not None and runs_mapped(op_name(call.centred), dsum)
+        ):
             dx, dweight, dbias = _visible_backward(
                 dy, dsum, kept, statistics, weight, bias, call.width, call.eps, call.centred, from_output, dtype
             )
