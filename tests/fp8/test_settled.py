@@ -132,6 +132,31 @@ def test_a_watch_looks_ever_more_seldom_but_never_for_the_last_time(device: torc
     assert len(found) in (5, 6)
 
 
+class Event:
+    """A mark in a device's queue that is reached when the test says so."""
+
+    is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+
+def test_a_reading_is_not_taken_before_the_device_has_written_it() -> None:
+    state, watch, event = state_of(torch.device("cpu"), 1.0, 2.0, 3.0), Watch(), Event()
+    place = state.slots.data_ptr(), (0, 1, 2)
+    watch.look([state])
+    reading = watch._reading
+    assert reading is not None
+    vars(reading)["_event"] = event
+    for _ in range(3):
+        watch.look([state])
+        assert not may_rely(state.slots, *place)
+        assert watch._reading is reading  # no second one begins meanwhile
+    event.is_reached = True
+    watch.look([state])
+    assert may_rely(state.slots, *place)
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_what_a_watch_told_ends_with_a_write(device: torch.device, write: str) -> None:
     state = state_of(device, 1.0, 2.0, 3.0)
