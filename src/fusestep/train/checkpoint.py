@@ -245,10 +245,9 @@ def newest(run: Path, *, together: bool = False) -> Checkpoint | None:
             return found
     if damaged is not None:
         # There is no earlier one to use.
-        raise DamagedCheckpointError(
-            f"{str(damaged).removesuffix('; use an earlier one.')}, and {run} has no good one; put one back from a "
-            "copy, or start another run."
-        ) from damaged
+        what, _ = damaged.args
+        mend = "put one back from a copy, or start another run"
+        raise DamagedCheckpointError(f"{what}, and {run} has no good one", mend) from damaged
     return None
 
 
@@ -267,7 +266,7 @@ def read(path: Path, *, together: bool = False) -> Checkpoint:
         own = sorted(files)[groups.rank() :: groups.world_size()] if together else sorted(files)
         for name in own:
             if how := difference(path / name, *files[name]):
-                raise DamagedCheckpointError(f"checkpoint {path} is damaged ({name} {how}); use an earlier one.")
+                raise DamagedCheckpointError(f"checkpoint {path} is damaged ({name} {how})")
         if found.schema > SCHEMA:
             found = replace(found, shards=_index(path, files))
     except (DamagedCheckpointError, OSError) as error:
@@ -285,10 +284,8 @@ def _manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
         manifest = json.loads((path / MANIFEST).read_bytes())
         schema = int(manifest["schema"])
         if schema > SHARDED_SCHEMA:
-            raise NewerSchemaError(
-                f"checkpoint {path} has schema {schema} and this version reads up to {SHARDED_SCHEMA}; upgrade "
-                "fusestep."
-            )
+            what = f"checkpoint {path} has schema {schema} and this version reads up to {SHARDED_SCHEMA}"
+            raise NewerSchemaError(what, "upgrade fusestep")
         files = {str(name): (int(of["bytes"]), int(of["crc32"])) for name, of in manifest["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("a file of a checkpoint is elsewhere")
@@ -299,8 +296,7 @@ def _manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
         raise
     except _UNREADABLE as error:
         raise DamagedCheckpointError(
-            f"checkpoint {path} is no checkpoint of fusestep or is damaged (its {MANIFEST} cannot be read); "
-            f"use an earlier one."
+            f"checkpoint {path} is no checkpoint of fusestep or is damaged (its {MANIFEST} cannot be read)"
         ) from error
     for name in (INDEX if schema > SCHEMA else WEIGHTS, STATE):
         files.setdefault(name, (-1, 0))

@@ -32,7 +32,19 @@ OWN = "processes"
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint is truncated, altered, foreign, or of a newer schema; the sentence says which and names it."""
+    """A checkpoint is truncated, altered, foreign, or of a newer schema.
+
+    Args:
+        what: names the checkpoint and says which.
+        mend: what to do.
+    """
+
+    def __init__(self, what: str, mend: str = "use an earlier one") -> None:
+        super().__init__(what, mend)
+
+    def __str__(self) -> str:
+        what, mend = self.args
+        return f"{what}; {mend}."
 
 
 class NewerSchemaError(DamagedCheckpointError):
@@ -143,6 +155,4 @@ def is_fp8_state(name: str) -> bool:
 
 def foreign(path: Path, name: str) -> DamagedCheckpointError:
     """For a file that is what its manifest says, and yet none that this program wrote."""
-    return DamagedCheckpointError(
-        f"checkpoint {path} is no checkpoint of fusestep ({name} cannot be read); use an earlier one."
-    )
+    return DamagedCheckpointError(f"checkpoint {path} is no checkpoint of fusestep ({name} cannot be read)")
