@@ -219,9 +219,10 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor | None, name: str, plain: bool) -> Tensor:
+        bias = bias if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(h, bias)
         ctx.name, ctx.plain = name, plain
-        ctx.sums_dtype = None if bias is None or not ctx.needs_input_grad[1] else bias.dtype
+        ctx.sums_dtype = None if bias is None else bias.dtype
         y: Tensor = run_activation(h, None, name) if plain else activation_forward(h, name)
         return y
 

@@ -147,7 +147,7 @@ class _SharedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
         refuse_second("cross_entropy")
-        refuse_mapped("cross_entropy", is_mapped(dloss))
+        refuse_across_ranks("cross_entropy", is_mapped(dloss))
         logits, target, token_weights, lse, count = ctx.saved_tensors
         gradient = logits.new_empty(logits.shape)
         write_rows(
@@ -177,7 +177,7 @@ def visible_gradient(
     return torch.where(is_counted, found * upstream.reshape(-1, 1), 0.0)
 
 
-def refuse_mapped(who: str, crosses: bool) -> None:
+def refuse_across_ranks(who: str, crosses: bool) -> None:
     """Raise UserError where a transform would have to cross the ranks that share a loss."""
     if crosses:
         raise UserError(
@@ -239,7 +239,7 @@ def cross_entropy(
     target = target.reshape(-1).contiguous()
     weights = flat_weights(token_weights, input.dtype)
     if not torch.compiler.is_compiling() and is_transformed():
-        refuse_mapped(who, parallel is not None)
+        refuse_across_ranks(who, parallel is not None)
         if uses_triton(who, input.device, input.dtype):
             announce_transformed(who)
         losses = cross_entropy_reference(rows, target, weights, options)

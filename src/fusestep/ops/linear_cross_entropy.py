@@ -35,7 +35,7 @@ from fusestep.ops.cross_entropy import (
     divisor,
     flat_weights,
     reduced,
-    refuse_mapped,
+    refuse_across_ranks,
     refuse_second,
     visible_gradient,
 )
@@ -117,7 +117,7 @@ class _Recomputing(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> Any:
         refuse_second(WHO)
         call: _Call = ctx.call
-        refuse_mapped(WHO, call.share is not None and is_mapped(dlosses))
+        refuse_across_ranks(WHO, call.share is not None and is_mapped(dlosses))
         if runs_mapped(WHO, dlosses):
             return *_visible_gradients(call, dlosses, *ctx.saved_tensors[1:]), None, None, None
         operands = (dlosses, *ctx.saved_tensors, call.dtype, *call.wanted, *call.options)
@@ -195,7 +195,7 @@ class _InForward(torch.autograd.Function):
         refuse_second(WHO)
         *gradients, rest = ctx.saved_tensors
         scale = dtotal if rest is None else dtotal * rest
-        refuse_mapped(WHO, ctx.call.share is not None and is_mapped(dtotal))
+        refuse_across_ranks(WHO, ctx.call.share is not None and is_mapped(dtotal))
         is_seen = runs_mapped(WHO, dtotal)
         plain = ctx.call.plain and is_plain(dtotal)
         is_last = plain and not _keeps_graph()
@@ -308,7 +308,7 @@ def linear_cross_entropy(
     sum_dtype = _check_modes(dtype, reduction, gradients, accumulate_dtype, chunk_tokens)
     share = None
     if parallel is not None:
-        refuse_mapped(WHO, not compiling and is_transformed())
+        refuse_across_ranks(WHO, not compiling and is_transformed())
         x = parallel.enter(x)
         share = Share(parallel.group, (parallel.rank or 0) * weight.shape[0], ranks * weight.shape[0])
     shape = target.shape
