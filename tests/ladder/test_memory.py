@@ -32,39 +32,43 @@ class Allocator:
             self.reserved = self.live
 
 
+WEIGHTS = 100
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return Allocator(monkeypatch)
+
+
+def begun(gpu: Allocator, build: int, *, unreserve: bool) -> PeakOfSteps:
+    """At the first step: the weights live, and what building them took has been given back."""
+    peak = PeakOfSteps(torch.device("cuda", 0))
+    gpu.take(WEIGHTS)
+    gpu.take(build)
+    gpu.give_back(build, unreserve=unreserve)
+    peak.begin()
+    return peak
+
+
 @pytest.mark.parametrize("build", [0, 50, 5000])
 @pytest.mark.parametrize("step", [30, 800])
-def test_allocated_is_the_peak_of_the_steps_with_what_lives_through_them(
-    monkeypatch: pytest.MonkeyPatch, build: int, step: int
-) -> None:
-    gpu, weights = Allocator(monkeypatch), 100
-    peak = PeakOfSteps(torch.device("cuda", 0))
-    gpu.take(weights)
-    gpu.take(build)
-    gpu.give_back(build)
-    peak.begin()
+def test_allocated_is_the_peak_of_the_steps_with_what_lives_through_them(gpu: Allocator, build: int, step: int) -> None:
+    peak = begun(gpu, build, unreserve=False)
     for _ in range(3):
         gpu.take(step)
         gpu.give_back(step)
     peak.end()
     gpu.take(9999)  # what comes after the steps is none of theirs
-    assert peak.result.allocated == weights + step
+    assert peak.result.allocated == WEIGHTS + step
 
 
 @pytest.mark.parametrize("build", [0, 50, 5000])
 @pytest.mark.parametrize("step", [30, 800])
-def test_reserved_counts_what_had_to_fit_before_the_steps(
-    monkeypatch: pytest.MonkeyPatch, build: int, step: int
-) -> None:
-    gpu, weights = Allocator(monkeypatch), 100
-    peak = PeakOfSteps(torch.device("cuda", 0))
-    gpu.take(weights)
-    gpu.take(build)
-    gpu.give_back(build, unreserve=True)
-    peak.begin()
+def test_reserved_counts_what_had_to_fit_before_the_steps(gpu: Allocator, build: int, step: int) -> None:
+    peak = begun(gpu, build, unreserve=True)
     gpu.take(step)
     peak.end()
-    assert peak.result.reserved == peak.result.headline == weights + max(build, step)
+    assert peak.result.reserved == peak.result.headline == WEIGHTS + max(build, step)
 
 
 def test_on_a_cpu_the_resident_set_stands_for_the_peak() -> None:
