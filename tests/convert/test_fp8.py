@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusestep import convert, explain
+from fusestep import convert, dispatch, explain
 from fusestep.convert.linears import FP8Conv1D, FP8Linear
 from fusestep.errors import UserError
 from fusestep.fp8 import (
@@ -91,6 +91,36 @@ def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
     report.undo()
     assert type(layer) is Conv1D
     assert not hasattr(layer, "in_features")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("features", [(48, 32), (32, 32)])
+def test_conv1d_does_so_where_products_are_planned(
+    features: tuple[int, int], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that take no padding, on a device that multiplies FP8; a square weight would multiply either way round."""
+    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda _op, _device, scaling="tensor": scaling == "tensor")
+    inputs, outputs = features
+    layer = Conv1D(outputs, inputs).to(device, torch.bfloat16)
+    reference = Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+    convert(layer, fp8=DelayedScaling(amax_history_len=3))
+    optimizers = {module: FusedAdam(module.parameters(), lr=1e-2) for module in (layer, reference)}
+    for _ in range(3):
+        x = torch.randn(64, inputs, device=device, dtype=torch.bfloat16)
+        dy = torch.randn(64, outputs, device=device, dtype=torch.bfloat16)
+        results = []
+        for module, optimizer in optimizers.items():
+            given = x.clone().requires_grad_()
+            with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
+                y = module(given)
+            y.backward(dy)
+            weight = module.weight.grad
+            results.append([y.detach(), given.grad, weight if module is reference else weight.t(), module.bias.grad])
+            optimizer.step()
+            optimizer.zero_grad()
+        # Of the same numbers in FP8, summed in an order of the product's own.
+        assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 2e-2
 
 
 def test_the_models_forward_is_the_region_unless_there_is_one(models: SimpleNamespace) -> None:

@@ -168,7 +168,8 @@ class Linear(FP8Module):
             # The usual call, as short as can be.
             parameters = self._parameters
             weight: Any = parameters.get("weight")
-            if weight is not None and "bias" in parameters:
+            holds_them = type(self)._weight_and_bias is Linear._weight_and_bias  # and not the weight's transpose, say
+            if holds_them and weight is not None and "bias" in parameters:
                 only = parameters["bias"]
                 y, casts = self._by_plan(x, weight, (weight,), only, self._in_place_of((only,), x), region, split)
                 if y is not None:
