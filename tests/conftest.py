@@ -117,6 +117,12 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def multiplies_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices in FP8 of one scale a tensor are multiplied by torch's own product, which a CPU has as well."""
+    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda _op, _device, scaling="tensor": scaling == "tensor")
+
+
 @pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Run the test on the CPU, and once more on the GPU where there is one."""

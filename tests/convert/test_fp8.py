@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusestep import convert, dispatch, explain
+from fusestep import convert, explain
 from fusestep.convert.linears import FP8Conv1D, FP8Linear
 from fusestep.errors import UserError
 from fusestep.fp8 import (
@@ -44,6 +44,25 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
+def outcome(layer: Any, recipe: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y of a linear layer, and the gradients of x, of the weight as (out, in), and of the bias."""
+    given = x.clone().requires_grad_()
+    with fp8_autocast(recipe=recipe):
+        y = layer(given)
+    y.backward(dy)
+    assert given.grad is not None
+    weight = layer.weight.grad
+    return [y.detach(), given.grad, weight.t() if isinstance(layer, FP8Conv1D) else weight, layer.bias.grad]
+
+
+def conv1d_and_linear(inputs: int, outputs: int, **options: Any) -> tuple[Any, Linear]:
+    """A Conv1D, and our linear layer of the same weights."""
+    layer: Any = Conv1D(outputs, inputs).to(**options)
+    reference = Linear(inputs, outputs, **options)
+    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+    return layer, reference
+
+
 def became(report: Any) -> dict[str, str | None]:
     return {row.path: row.became for row in report.rows}
 
@@ -55,13 +74,7 @@ def test_the_products_are_those_of_our_linear_layer(recipe: Any, device: Any) ->
     ours.load_state_dict(old.state_dict())
     assert became(convert(nn.ModuleDict({"a": old}), fp8=recipe))["a"] == "FP8Linear"
     x, dy = torch.randn(3, 5, 40, device=device), torch.randn(3, 5, 24, device=device)
-    results = []
-    for layer in (old, ours):
-        given = x.clone().requires_grad_()
-        with fp8_autocast(recipe=recipe):
-            y = layer(given)
-        y.backward(dy)
-        results.append([y.detach(), given.grad, layer.weight.grad, layer.bias.grad])
+    results = [outcome(layer, recipe, x, dy) for layer in (old, ours)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert 1e-3 < distance(results[0][0], nn.functional.linear(x, old.weight, old.bias).detach()) < 0.1
     plain = nn.functional.linear(x, old.weight, old.bias)
@@ -69,22 +82,13 @@ def test_the_products_are_those_of_our_linear_layer(recipe: Any, device: Any) ->
 
 
 def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
-    layer = Conv1D(24, 40).to(device)
-    reference = Linear(40, 24, device=device)
-    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+    layer, reference = conv1d_and_linear(40, 24, device=device)
     x, dy = torch.randn(7, 40, device=device), torch.randn(7, 24, device=device)
     plain = layer(x)
     report = convert(layer, fp8=Float8CurrentScaling())
     assert isinstance(layer, FP8Conv1D)
     assert (layer.in_features, layer.out_features) == (40, 24)
-    results = []
-    for module in (layer, reference):
-        given = x.clone().requires_grad_()
-        with fp8_autocast(recipe=Float8CurrentScaling()):
-            y = module(given)
-        y.backward(dy)
-        weight = module.weight.grad
-        results.append([y.detach(), given.grad, weight if module is reference else weight.t(), module.bias.grad])
+    results = [outcome(module, Float8CurrentScaling(), x, dy) for module in (layer, reference)]
     assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 1e-5
     with fp8_autocast(enabled=False):
         assert torch.equal(layer(x), plain)
@@ -94,29 +98,18 @@ def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("features", [(48, 32), (32, 32)])
-def test_conv1d_does_so_where_products_are_planned(
-    features: tuple[int, int], device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("multiplies_fp8")
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 32), (32, 32)])
+def test_conv1d_does_so_where_products_are_planned(inputs: int, outputs: int, device: Any) -> None:
     """Sizes that take no padding, on a device that multiplies FP8; a square weight would multiply either way round."""
-    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda _op, _device, scaling="tensor": scaling == "tensor")
-    inputs, outputs = features
-    layer = Conv1D(outputs, inputs).to(device, torch.bfloat16)
-    reference = Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
-    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
-    convert(layer, fp8=DelayedScaling(amax_history_len=3))
-    optimizers = {module: FusedAdam(module.parameters(), lr=1e-2, master_weights=True) for module in (layer, reference)}
+    options, recipe = {"device": device, "dtype": torch.bfloat16}, DelayedScaling(amax_history_len=3)
+    modules = conv1d_and_linear(inputs, outputs, **options)
+    convert(modules[0], fp8=recipe)
+    optimizers = [FusedAdam(module.parameters(), lr=1e-2, master_weights=True) for module in modules]
     for _ in range(3):
-        x = torch.randn(64, inputs, device=device, dtype=torch.bfloat16)
-        dy = torch.randn(64, outputs, device=device, dtype=torch.bfloat16)
-        results = []
-        for module, optimizer in optimizers.items():
-            given = x.clone().requires_grad_()
-            with fp8_autocast(recipe=DelayedScaling(amax_history_len=3)):
-                y = module(given)
-            y.backward(dy)
-            weight = module.weight.grad
-            results.append([y.detach(), given.grad, weight if module is reference else weight.t(), module.bias.grad])
+        x, dy = torch.randn(64, inputs, **options), torch.randn(64, outputs, **options)
+        results = [outcome(module, recipe, x, dy) for module in modules]
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         # As close as FP8 is: of the reference the optimizer casts the weight, by the scale of its own time.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusestep import dispatch, fp8
+from fusestep import fp8
 from fusestep.fp8.casts import Casts
 from fusestep.fp8.casts_tensorwise import TensorwiseCasts
 from fusestep.fp8.recipes import Recipe
@@ -208,11 +208,10 @@ def test_who_knows_one_output_sees_one(how: str, joined: list[Joined]) -> None:
 
 
 @pytest.fixture
-def small_kernels(monkeypatch: pytest.MonkeyPatch) -> list[JoinedPlan]:
+def small_kernels(monkeypatch: pytest.MonkeyPatch, multiplies_fp8: None) -> list[JoinedPlan]:
     """The plans by which three gradients are cast, in tiles of 16 columns; torch's own product of FP8 matrices."""
     monkeypatch.setattr(quantize_joined, "quantize_launch", lambda *_: TileLaunch(16, 16, 4))
     monkeypatch.setattr(quantize_joined, "_plans", {})
-    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda _op, _device, scaling="tensor": scaling == "tensor")
     used: list[JoinedPlan] = []
 
     class Seen(JoinedPlan):

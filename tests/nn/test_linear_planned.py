@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusestep import dispatch, errors, fp8
+from fusestep import errors, fp8
 from fusestep.fp8 import casts_blocks
 from fusestep.fp8.casting import count_saturation
 from fusestep.fp8.casts import Casts
@@ -36,7 +36,7 @@ CASES: list[tuple[tuple[int, ...], dict[str, Any], torch.dtype, bool]] = [
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
+def native(monkeypatch: pytest.MonkeyPatch, multiplies_fp8: None) -> None:
     """torch's own product of FP8 matrices, which a CPU has as well; that of blocks is emulated."""
 
     def plan(_: object, a: torch.dtype, b: torch.dtype, block: Any, out: torch.dtype, has_bias: bool) -> Any:
@@ -48,7 +48,6 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return multiply
 
-    monkeypatch.setattr(dispatch, "multiplies_fp8", lambda _op, _device, scaling="tensor": scaling == "tensor")
     monkeypatch.setattr(casts_blocks, "plan_native", plan)
 
 
