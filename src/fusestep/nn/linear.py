@@ -165,11 +165,10 @@ class Linear(FP8Module):
             if self._leaves_graph(region):
                 return self._outside_of_a_graph(x, is_first_microbatch, *(() if split is None else (split,)))
         elif is_planned and region is not None and region.enabled and self._parallel is None and not self.return_bias:
-            # The usual call, as short as can be.
+            # The usual call, as short as can be: what _weight_and_bias gives where both are parameters of these names.
             parameters = self._parameters
             weight: Any = parameters.get("weight")
-            holds_them = type(self)._weight_and_bias is Linear._weight_and_bias  # and not the weight's transpose, say
-            if holds_them and weight is not None and "bias" in parameters:
+            if weight is not None and "bias" in parameters and type(self)._weight_and_bias is Linear._weight_and_bias:
                 only = parameters["bias"]
                 y, casts = self._by_plan(x, weight, (weight,), only, self._in_place_of((only,), x), region, split)
                 if y is not None:
