@@ -79,8 +79,8 @@ CHANGED_LOGITS = {
     "cohere": ("CohereForCausalLM", "CohereConfig", SHAPE | {"logit_scale": 0.0625}),
 }
 #: Modules that are swapped in the small models: norms, MLPs or activations, attention that rotates, blocks, and the
-#: model with its loss.
-SWAPPED = {"llama": 12, "qwen3": 16, "mistral": 12, "gemma": 12, "t5": 17, "gpt2": 10}
+#: model with its loss and without a mask.
+SWAPPED = {"llama": 13, "qwen3": 17, "mistral": 13, "gemma": 13, "t5": 17, "gpt2": 11}
 #: Residual adds that are done in the next norm, in a forward.
 ADDS = {"llama": 2, "qwen3": 2, "mistral": 2, "gemma": 2, "t5": 0, "gpt2": 2}
 
@@ -156,6 +156,85 @@ def test_fp32_agrees_and_undo_gives_back_the_same_bits(
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         undone = results(model, given)
         assert all(torch.equal(undone[name], before[name]) for name in before)
+
+
+@pytest.fixture
+def searched(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Positions that the library has looked in for packed sequences, for which a host waits for its device."""
+    masks = importlib.import_module("transformers.masking_utils")
+    search, found = masks.find_packed_sequence_indices, list[Tensor]()
+
+    def looked(position_ids: Tensor) -> Any:
+        found.append(position_ids)
+        return search(position_ids)
+
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", looked)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma", "gpt2"])
+def test_whole_sequences_need_no_mask_in_training_and_all_others_have_theirs(
+    library: Any, family: str, searched: list[Tensor]
+) -> None:
+    model = build(library, family)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = copy.deepcopy(model)
+    config, saved = model.config, model.config.to_dict()
+    tokens = batch(rows=3, length=12)
+    padded, packed = torch.ones(3, 12, dtype=torch.long), torch.arange(12).repeat(3, 1)
+    padded[1, 8:], packed[:, 5:] = 0, packed[:, :7]
+    plain = {"use_cache": False}
+    calls = {
+        "whole": (tokens | plain, True),
+        "whole, with a cache of its own": (tokens | {"use_cache": True}, True),
+        "padded": (tokens | plain | {"attention_mask": padded}, True),
+        "packed": (tokens | plain | {"position_ids": packed}, False),
+    }
+    convert(model)
+    for name, (given, is_quick) in calls.items():
+        searched.clear()
+        found = results(model, given)
+        assert bool(searched) is not is_quick, name
+        wanted = results(twin, given)
+        assert bool(searched) is (name in ("whole", "packed")), name  # the library looks for what this is about
+        worst = max(distance(found[one], wanted[one]) for one in wanted)
+        assert worst < 1e-5, name
+    base = model.get_decoder()  # type: ignore[operator]
+    assert all(one.config is config for one in (model, base))
+    assert config.to_dict() == saved
+    # The four calls give four losses: what masks and positions say does change them.
+    assert len({round(float(results(twin, given)["loss"]), 6) for given, _ in calls.values()}) == 3
+    model.eval()
+    searched.clear()
+    model(input_ids=tokens["input_ids"], use_cache=False)
+    assert len(searched) == 1
+
+
+@pytest.mark.parametrize(("window", "is_masked"), [(12, True), (13, False)])
+def test_windows_that_do_not_reach_the_first_token_keep_their_mask(
+    library: Any, searched: list[Tensor], window: int, is_masked: bool
+) -> None:
+    model = library.MistralForCausalLM(library.MistralConfig(**SHAPE, sliding_window=window))
+    twin = copy.deepcopy(model)
+    convert(model)
+    given = batch(rows=2, length=12) | {"use_cache": False}
+    searched.clear()
+    found = results(model, given)
+    assert bool(searched) is is_masked
+    wanted = results(twin, given)
+    assert max(distance(found[one], wanted[one]) for one in wanted) < 1e-5
+
+
+def test_a_model_that_fails_has_its_configuration_again(library: Any) -> None:
+    model = build(library, "llama")
+    convert(model)
+    base: Any = model.get_decoder()  # type: ignore[operator]
+    with pytest.raises(ValueError, match="exactly one"):
+        base(input_ids=None, inputs_embeds=None)
+    assert base.config is model.config
+    assert base.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

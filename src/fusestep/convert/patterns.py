@@ -92,9 +92,9 @@ def unregister(pattern: Pattern) -> None:
 
 def known_patterns(asked: Sequence[Pattern]) -> list[Pattern]:
     """The user's, the newest first, what is asked for, and ours."""
-    from fusestep.convert import activations, attention, blocks, gated_mlp, norms, packing, rotary
+    from fusestep.convert import activations, attention, blocks, gated_mlp, masks, norms, rotary
 
-    ours = (gated_mlp, norms, activations, rotary, attention, blocks, packing)
+    ours = (gated_mlp, norms, activations, rotary, attention, blocks, masks)
     return [*_registered, *asked, *(pattern for file in ours for pattern in file.PATTERNS)]
 
 
