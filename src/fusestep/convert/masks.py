@@ -83,7 +83,7 @@ def _matches(module: nn.Module) -> bool:
         return False
     # A configuration with others in it would tell them too.
     has_others = bool(getattr(config, "sub_configs", None)) or getattr(config, "add_cross_attention", False)
-    return not has_others and "inputs_embeds" in _known_names(module)
+    return not has_others and {"inputs_embeds", "position_ids"} <= set(_known_names(module))
 
 
 def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
