@@ -176,7 +176,7 @@ def searched(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_whole_sequences_need_no_mask_in_training_and_all_others_have_theirs(
     library: Any, family: str, searched: list[Tensor]
 ) -> None:
-    model = build(library, family)
+    model: Any = build(library, family)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -186,26 +186,28 @@ def test_whole_sequences_need_no_mask_in_training_and_all_others_have_theirs(
     padded, packed = torch.ones(3, 12, dtype=torch.long), torch.arange(12).repeat(3, 1)
     padded[1, 8:], packed[:, 5:] = 0, packed[:, :7]
     plain = {"use_cache": False}
+    # Whether positions are searched in the model as it is, and in the converted one.
     calls = {
-        "whole": (tokens | plain, True),
-        "whole, with a cache of its own": (tokens | {"use_cache": True}, True),
-        "padded": (tokens | plain | {"attention_mask": padded}, True),
-        "packed": (tokens | plain | {"position_ids": packed}, False),
+        "whole": (tokens | plain, True, False),
+        "whole, with a cache of its own": (tokens | {"use_cache": True}, False, False),
+        "padded": (tokens | plain | {"attention_mask": padded}, False, False),
+        "packed": (tokens | plain | {"position_ids": packed}, True, True),
     }
     convert(model)
-    for name, (given, is_quick) in calls.items():
+    for name, (given, *are_searched) in calls.items():
+        searched.clear()
+        wanted = results(twin, given)
+        looks = [bool(searched)]
         searched.clear()
         found = results(model, given)
-        assert bool(searched) is not is_quick, name
-        wanted = results(twin, given)
-        assert bool(searched) is (name in ("whole", "packed")), name  # the library looks for what this is about
+        assert [*looks, bool(searched)] == are_searched, name
         worst = max(distance(found[one], wanted[one]) for one in wanted)
         assert worst < 1e-5, name
-    base = model.get_decoder()  # type: ignore[operator]
+    base = model.get_decoder()
     assert all(one.config is config for one in (model, base))
     assert config.to_dict() == saved
-    # The four calls give four losses: what masks and positions say does change them.
-    assert len({round(float(results(twin, given)["loss"]), 6) for given, _ in calls.values()}) == 3
+    # Whole sequences give one loss with a cache and without; what masks and positions say does change it.
+    assert len({round(float(results(twin, given)["loss"]), 6) for given, *_ in calls.values()}) == 3
     model.eval()
     searched.clear()
     model(input_ids=tokens["input_ids"], use_cache=False)
@@ -228,9 +230,9 @@ def test_windows_that_do_not_reach_the_first_token_keep_their_mask(
 
 
 def test_a_model_that_fails_has_its_configuration_again(library: Any) -> None:
-    model = build(library, "llama")
+    model: Any = build(library, "llama")
     convert(model)
-    base: Any = model.get_decoder()  # type: ignore[operator]
+    base = model.get_decoder()
     with pytest.raises(ValueError, match="exactly one"):
         base(input_ids=None, inputs_embeds=None)
     assert base.config is model.config

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
 from fusestep.convert.norms import FusedNorm
-from fusestep.convert.patterns import Pattern, Stage, has_hooks, is_a, takes
+from fusestep.convert.patterns import Pattern, Stage, has_hooks, is_a, positional_names, takes
 from fusestep.dispatch import Choice
 from fusestep.fp8 import context
 from fusestep.nn import FusedLayerNorm, FusedRMSNorm
@@ -115,7 +115,7 @@ def _arguments(module: nn.Module, attention: str) -> dict[str, Any]:
     named = {name: one for name, one in known.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     kept = named.keys() - taken.keys() - _HANDED_ON - _CROSSING - {next(iter(named))}
     return {
-        "fused_arguments": tuple(name for name, one in named.items() if one.kind is not one.KEYWORD_ONLY),
+        "fused_arguments": positional_names(module),
         "fused_kept": {name: named[name].default for name in kept},
     }
 

@@ -19,7 +19,7 @@ from fusestep import dispatch
 from fusestep.convert.agreement import Call, NotKnownError, Probe
 from fusestep.convert.classes import Kind
 from fusestep.convert.deferred import DeferredLogits
-from fusestep.convert.patterns import Pattern, Stage, has_hooks
+from fusestep.convert.patterns import Pattern, Stage, has_hooks, positional_names
 from fusestep.dispatch import Choice
 from fusestep.ops.cross_entropy_rows import explain
 from fusestep.ops.linear_cross_entropy import WHO
@@ -144,9 +144,9 @@ def _matches(module: nn.Module) -> bool | str:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     head = _head_of(module)
     assert head is not None
-    takes = [one for one in inspect.signature(module.forward).parameters.values() if one.kind is not one.KEYWORD_ONLY]
-    places = [place for place, one in enumerate(takes) if one.name == "labels"]
-    return {"fused_head": _name_of(head, module), "fused_labels": places[0] if places else None}
+    names = positional_names(module)
+    place = names.index("labels") if "labels" in names else None
+    return {"fused_head": _name_of(head, module), "fused_labels": place}
 
 
 # The trial: what comes before the head is taken out, and hidden states are put in its place.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fusestep.convert.agreement import Call, Probe
 from fusestep.convert.classes import Kind
-from fusestep.convert.patterns import Pattern, Stage
+from fusestep.convert.patterns import Pattern, Stage, positional_names
 
 #: What a call may give for its tokens, and what it may want of them.
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -68,11 +68,6 @@ class UnmaskedModel(Kind):
         return all(length < window for window in windows if window is not None)
 
 
-def _known_names(module: nn.Module) -> tuple[str, ...]:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
-
-
 def _matches(module: nn.Module) -> bool:
     library: Any = sys.modules.get("transformers")
     if isinstance(module, UnmaskedModel) or library is None or not isinstance(module, library.PreTrainedModel):
@@ -83,7 +78,7 @@ def _matches(module: nn.Module) -> bool:
         return False
     # A configuration with others in it would tell them too.
     has_others = bool(getattr(config, "sub_configs", None)) or getattr(config, "add_cross_attention", False)
-    return not has_others and {"inputs_embeds", "position_ids"} <= set(_known_names(module))
+    return not has_others and {"inputs_embeds", "position_ids"} <= set(positional_names(module))
 
 
 def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
@@ -97,9 +92,9 @@ def _inputs(module: nn.Module, probe: Probe) -> Sequence[Call]:
     return [((), plain), ((), plain | {"attention_mask": padded})]
 
 
-def _strip(twin: nn.Module) -> None:
+def _strip(twin: Any) -> None:
     """Leave no embeddings of tokens, and as many layers as have one of each sort, and have the model train."""
-    embeddings = twin.get_input_embeddings()  # type: ignore[operator]
+    embeddings = twin.get_input_embeddings()
     sorts: Sequence[object] = getattr(twin.config, "layer_types", None) or ()
     last = max((sorts.index(sort) for sort in set(sorts)), default=0)
     for name, child in twin._modules.items():
@@ -116,7 +111,7 @@ PATTERNS = (
         UnmaskedModel,
         _matches,
         _inputs,
-        lambda module: {"known_names": _known_names(module)},
+        lambda module: {"known_names": positional_names(module)},
         Stage.BLOCK,
         stripped=_strip,
     ),

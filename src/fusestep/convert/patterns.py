@@ -123,6 +123,12 @@ def takes(module: nn.Module) -> int | None:
     return len(parameters)
 
 
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that a module's forward can be given by their places, in order."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether anything is called when the module is: then its call cannot be left out."""
     return bool(
