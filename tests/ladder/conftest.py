@@ -151,6 +151,7 @@ class Page:
     """A page in a browser, loaded: what it asked the network for, and what went wrong in it."""
 
     evaluate: Callable[[str], Any]
+    press: Callable[[str], None]
     requests: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -212,7 +213,7 @@ class Chromium:
         self.call("Page.navigate", session, url=file.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._receive()
-        page = Page(lambda script: self._evaluate(session, script, page))
+        page = Page(lambda script: self._evaluate(session, script, page), lambda key: self._press(session, key))
         # What the load has told comes before this answer.
         page.evaluate("1")
         return page
@@ -232,6 +233,15 @@ class Chromium:
                 page.problems.append(json.dumps(told["entry"]))
         self._events.clear()
         return answer["result"].get("value")
+
+    def _press(self, session: str, key: str) -> None:
+        """A key of the keyboard, down and up: Tab, Shift+Tab, Enter or Space."""
+        codes = {"Tab": ("Tab", 9, ""), "Enter": ("Enter", 13, "\r"), "Space": (" ", 32, " ")}
+        *shift, code = key.split("+")
+        name, number, text = codes[code]
+        pressed = {"key": name, "code": code, "windowsVirtualKeyCode": number, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", session, type="keyDown", text=text, **pressed)
+        self.call("Input.dispatchKeyEvent", session, type="keyUp", **pressed)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """Call a method of the DevTools protocol, and wait for its answer."""

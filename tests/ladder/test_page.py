@@ -106,6 +106,34 @@ def test_a_column_sorts_both_ways_by_its_numbers_with_gaps_last(chromium: Any, f
     assert shown.problems == []
 
 
+def test_the_keyboard_sorts_and_no_title_hides_behind_the_first_column(chromium: Any, file: Path) -> None:
+    shown = chromium.open(file, width=390)
+    # Which title has the focus, and whether all of it can be seen beside the column that stays.
+    script = """(() => {
+        const button = document.activeElement, within = button.closest('.wide');
+        const box = button.getBoundingClientRect(), first = button.closest('th').cellIndex === 0;
+        const left = within.querySelector('th').getBoundingClientRect()[first ? 'left' : 'right'];
+        return [button.textContent, left <= box.left && box.right <= within.getBoundingClientRect().right];
+    })()"""
+    titles = shown.evaluate("[...document.querySelectorAll('#figures thead th')].map(head => head.textContent.trim())")
+    shown.press("Tab")  # the table itself, for the arrow keys to scroll
+    there, back = [], []
+    for _ in titles:
+        shown.press("Tab")
+        there.append(shown.evaluate(script))
+    assert there == [[title, True] for title in titles]
+    for _ in titles[1:]:
+        shown.press("Shift+Tab")
+        back.append(shown.evaluate(script))
+    assert back == [[title, True] for title in titles[-2::-1]]
+    for _ in titles[: titles.index("step ms")]:
+        shown.press("Tab")
+    shown.press("Enter")
+    assert order(shown) == ["amp", "fused-adam", "fused-norm", "adam", "blocks"]
+    shown.press("Space")
+    assert order(shown) == ["adam", "fused-norm", "fused-adam", "amp", "blocks"]
+
+
 def test_a_legend_takes_a_line_away_and_brings_it_back(chromium: Any, file: Path) -> None:
     shown = chromium.open(file)
     script = """(() => {
@@ -138,6 +166,11 @@ def test_it_follows_the_scheme_and_can_be_read_in_it(chromium: Any, file: Path, 
         if shown.evaluate(f"document.querySelector('{what}') === null"):
             continue
         assert contrast(colour(shown, what, "color"), page_colour) > 4.5, what
+    # Also of the name whose line was taken away; opacity would show in no colour.
+    shown.evaluate("document.querySelector('.legend button').click()")
+    assert contrast(colour(shown, ".legend button", "color"), page_colour) > 4.5
+    assert shown.evaluate("getComputedStyle(document.querySelector('.legend button')).opacity") == "1"
+    shown.evaluate("document.querySelector('.legend button').click()")
     for number in range(2):
         assert contrast(colour(shown, f".line:nth-of-type({number + 1})", "stroke"), page_colour) > 3
 

@@ -4,7 +4,14 @@
 document.querySelectorAll("#figures table").forEach((table) => {
   const titles = [...table.querySelectorAll("thead th")];
   titles.forEach((title, column) => {
-    title.querySelector("button").addEventListener("click", () => {
+    const button = title.querySelector("button");
+    // The first column stays while the others scroll, and would hide the title that Shift+Tab goes back to.
+    button.addEventListener("focus", () => {
+      if (column === 0 || !button.matches(":focus-visible")) return;
+      table.parentElement.style.scrollPaddingLeft = `${titles[0].offsetWidth}px`;
+      title.scrollIntoView({ block: "nearest", inline: "nearest" });
+    });
+    button.addEventListener("click", () => {
       const down = title.getAttribute("aria-sort") === "ascending";
       titles.forEach((other) => other.setAttribute("aria-sort", "none"));
       title.setAttribute("aria-sort", down ? "descending" : "ascending");
