@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusestep import convert, explain
-from fusestep.convert.linears import FP8Conv1D, FP8Linear
+from fusestep.convert.linears import FP8Linear
 from fusestep.errors import UserError
 from fusestep.fp8 import (
     DelayedScaling,
@@ -28,39 +28,18 @@ from fusestep.optim import FusedAdam
 RECIPES = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()]
 
 
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: its weight is (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.1), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
-
-
 def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def outcome(layer: Any, recipe: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y of a linear layer, and the gradients of x, of the weight as (out, in), and of the bias."""
+    """y of a linear layer, and the gradients of x, of the weight and of the bias."""
     given = x.clone().requires_grad_()
     with fp8_autocast(recipe=recipe):
         y = layer(given)
     y.backward(dy)
     assert given.grad is not None
-    weight = layer.weight.grad
-    return [y.detach(), given.grad, weight.t() if isinstance(layer, FP8Conv1D) else weight, layer.bias.grad]
-
-
-def conv1d_and_linear(inputs: int, outputs: int, **options: Any) -> tuple[Any, Linear]:
-    """A Conv1D, and our linear layer of the same weights."""
-    layer: Any = Conv1D(outputs, inputs).to(**options)
-    reference = Linear(inputs, outputs, **options)
-    reference.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
-    return layer, reference
+    return [y.detach(), given.grad, layer.weight.grad, layer.bias.grad]
 
 
 def became(report: Any) -> dict[str, str | None]:
@@ -79,41 +58,6 @@ def test_the_products_are_those_of_our_linear_layer(recipe: Any, device: Any) ->
     assert 1e-3 < distance(results[0][0], nn.functional.linear(x, old.weight, old.bias).detach()) < 0.1
     plain = nn.functional.linear(x, old.weight, old.bias)
     assert torch.equal(old(x), plain)  # no region: the old product, bit for bit
-
-
-def test_conv1d_multiplies_by_its_weight_as_it_lies(device: Any) -> None:
-    layer, reference = conv1d_and_linear(40, 24, device=device)
-    x, dy = torch.randn(7, 40, device=device), torch.randn(7, 24, device=device)
-    plain = layer(x)
-    report = convert(layer, fp8=Float8CurrentScaling())
-    assert isinstance(layer, FP8Conv1D)
-    assert (layer.in_features, layer.out_features) == (40, 24)
-    results = [outcome(module, Float8CurrentScaling(), x, dy) for module in (layer, reference)]
-    assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 1e-5
-    with fp8_autocast(enabled=False):
-        assert torch.equal(layer(x), plain)
-    report.undo()
-    assert type(layer) is Conv1D
-    assert not hasattr(layer, "in_features")
-
-
-@pytest.mark.interpreter
-@pytest.mark.usefixtures("multiplies_fp8")
-@pytest.mark.parametrize(("inputs", "outputs"), [(48, 32), (32, 32)])
-def test_conv1d_does_so_where_products_are_planned(inputs: int, outputs: int, device: Any) -> None:
-    """Sizes that take no padding, on a device that multiplies FP8; a square weight would multiply either way round."""
-    options, recipe = {"device": device, "dtype": torch.bfloat16}, DelayedScaling(amax_history_len=3)
-    modules = conv1d_and_linear(inputs, outputs, **options)
-    convert(modules[0], fp8=recipe)
-    optimizers = [FusedAdam(module.parameters(), lr=1e-2, master_weights=True) for module in modules]
-    for _ in range(3):
-        x, dy = torch.randn(64, inputs, **options), torch.randn(64, outputs, **options)
-        results = [outcome(module, recipe, x, dy) for module in modules]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        # As close as FP8 is: of the reference the optimizer casts the weight, by the scale of its own time.
-        assert max(distance(a, b) for a, b in zip(*results, strict=True)) < 0.1
 
 
 def test_the_models_forward_is_the_region_unless_there_is_one(models: SimpleNamespace) -> None:

@@ -123,6 +123,34 @@ def test_memory_for_a_kernel_has_the_layout_of_a_cast(recipe: Recipe) -> None:
     assert copies.allocate((130, 310), torch.device("cpu")) is not made
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+def test_operands_of_a_weight_that_is_in_by_out_are_those_of_its_transpose(recipe: Recipe) -> None:
+    form, slots, values = CopyFormat.of(recipe), torch.tensor([[2.0, 0.0, 448.0, 0.0]]), torch.randn(144, 300)
+    copies, others = WeightCopies(form, slots), WeightCopies(form, slots)
+    copies.write(values)
+    others.write(values.t().contiguous())
+    for mine, theirs in ((copies.right_operands(True), others.right_operands()),) * 2 + (
+        (copies.right_operands(), others.right_operands(True)),
+    ):
+        for ours, wanted in zip(mine, theirs, strict=True):
+            assert ours is not None
+            assert wanted is not None
+            assert (ours.shape, ours.stride()) == (wanted.shape, wanted.stride())
+            assert torch.equal(ours.float(), wanted.float())
+    assert copies.right_operands()[0] is copies.right_operands()[0]  # views that no call makes anew
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()])
+def test_a_quantised_matrix_is_transposed_without_a_copy(recipe: Recipe) -> None:
+    values = torch.randn(48, 300)
+    quantized = WeightCopies(CopyFormat.of(recipe)).cast(values)
+    turned = quantized.t()
+    assert turned.shape == (300, 48)
+    assert turned.data is quantized.transposed
+    torch.testing.assert_close(turned.dequantize(), values.t(), rtol=0.07, atol=0.01)
+    assert turned.t() == quantized
+
+
 def test_microblocks_are_cast_and_never_allocated() -> None:
     with pytest.raises(ValueError, match="microblocks"):
         WeightCopies(CopyFormat.of(MXFP8BlockScaling())).allocate((4, 4), torch.device("cpu"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusestep import errors, fp8
 from fusestep.fp8 import casts_blocks
@@ -30,9 +30,19 @@ CASES: list[tuple[tuple[int, ...], dict[str, Any], torch.dtype, bool]] = [
     ((32, 48), {}, torch.bfloat16, True),
     ((2, 16, 48), {"parameters_split": {"a": 20, "b": 12}}, torch.bfloat16, True),
     ((16, 48), {"bias": False}, torch.float32, True),
+    ((2, 16, 48), {"in_by_out": True}, torch.bfloat16, True),
     ((16, 48), {}, torch.float32, False),  # cuBLASLt adds no bias to fp32
     ((17, 48), {}, torch.bfloat16, False),
 ]
+
+
+def linear(inputs: int, outputs: int, in_by_out: bool = False, **options: Any) -> Linear:
+    """A layer whose weight is (in, out), if asked for."""
+    layer = Linear(inputs, outputs, **options)
+    if in_by_out:
+        layer._in_by_out = True
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+    return layer
 
 
 @pytest.fixture
@@ -42,7 +52,9 @@ def native(monkeypatch: pytest.MonkeyPatch, multiplies_fp8: None) -> None:
     def plan(_: object, a: torch.dtype, b: torch.dtype, block: Any, out: torch.dtype, has_bias: bool) -> Any:
         def multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, bias: Any) -> Tensor:
             assert (left.dtype, right.dtype, bias is not None) == (a, b, has_bias)
-            assert right.stride(0) == right_scales.stride(0) == 1  # as cuBLASLt asks for
+            assert (
+                left.stride(1) == left_scales.stride(0) == right.stride(0) == right_scales.stride(0) == 1
+            )  # cuBLASLt's
             scales = right_scales.t() if block == TILE else right_scales
             return multiply_blocks(left, left_scales, right.t(), scales, out, bias, ROW, block)
 
@@ -103,6 +115,7 @@ def steps(
     [
         *((*case, recipe) for recipe in RECIPES for case in CASES),
         *((*case, recipe) for recipe, case in zip(BLOCKS, CASES[:2], strict=True)),
+        *((*CASES[3], recipe) for recipe in BLOCKS),
     ],
 )
 def test_outputs_and_gradients_are_those_of_the_unplanned_layer(
@@ -114,7 +127,7 @@ def test_outputs_and_gradients_are_those_of_the_unplanned_layer(
     planned: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = Linear(48, 32, dtype=dtype, **options)
+    layer = linear(48, 32, dtype=dtype, **options)
     count = 2 if isinstance(recipe, fp8.DelayedScaling) else 1
     found = steps(layer, recipe, shape, dtype, count)
     assert planned == ([False] * count if is_planned else [])
@@ -126,10 +139,11 @@ def test_outputs_and_gradients_are_those_of_the_unplanned_layer(
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("recipe", [RECIPES[0], BLOCKS[0]])
+@pytest.mark.parametrize("in_by_out", [False, True])
 def test_weights_that_the_optimizer_cast_are_multiplied_as_they_are(
-    recipe: fp8.Recipe, planned: list[bool], monkeypatch: pytest.MonkeyPatch
+    recipe: fp8.Recipe, in_by_out: bool, planned: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = Linear(16, 32, dtype=torch.bfloat16)
+    layer = linear(16, 32, in_by_out, dtype=torch.bfloat16)
     x = torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
 
     def forward() -> Tensor:
@@ -189,8 +203,9 @@ def test_a_bias_in_fp32_is_added_by_its_copy(
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("recipe", [RECIPES[0], BLOCKS[0]])
-def test_gradients_of_any_layout_are_cast(recipe: fp8.Recipe) -> None:
-    layer = Linear(16, 32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("in_by_out", [False, True])
+def test_gradients_of_any_layout_are_cast(recipe: fp8.Recipe, in_by_out: bool) -> None:
+    layer = linear(16, 32, in_by_out, dtype=torch.bfloat16)
     x = torch.randn(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
     leaves = [x, *layer.parameters()]
     with fp8.fp8_autocast(recipe=recipe):
@@ -281,8 +296,9 @@ def test_counts_are_of_the_calls_that_were_to_be_counted(planned: list[bool]) ->
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_what_needs_no_gradient_gets_none_and_is_not_kept(frozen: str) -> None:
-    layer = Linear(32, 16, dtype=torch.bfloat16)
+@pytest.mark.parametrize("in_by_out", [False, True])
+def test_what_needs_no_gradient_gets_none_and_is_not_kept(frozen: str, in_by_out: bool) -> None:
+    layer = linear(32, 16, in_by_out, dtype=torch.bfloat16)
     x = torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_(frozen != "x")
     if frozen != "x":
         getattr(layer, frozen).requires_grad_(False)
@@ -301,13 +317,16 @@ def test_what_needs_no_gradient_gets_none_and_is_not_kept(frozen: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("recipe", [RECIPES[1], BLOCKS[0]])
-def test_what_is_kept_may_come_back_with_other_strides(recipe: fp8.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Linear(32, 48, dtype=torch.bfloat16)
+@pytest.mark.parametrize("in_by_out", [False, True])
+def test_what_is_kept_may_come_back_with_other_strides(
+    recipe: fp8.Recipe, in_by_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = linear(32, 48, in_by_out, dtype=torch.bfloat16)
     multiply, strides = torch._scaled_mm, []
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda a, b, *rest: (strides.append(b.stride(0)), multiply(a, b, *rest))[1]
     )
-    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(144, 32, dtype=torch.bfloat16, requires_grad=True)  # two blocks of scales along the rows
     found = []
     for pack in (torch.Tensor.contiguous, lambda tensor: tensor):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fp8.fp8_autocast(recipe=recipe):
@@ -323,18 +342,20 @@ def test_what_is_kept_may_come_back_with_other_strides(recipe: fp8.Recipe, monke
 @pytest.mark.parametrize("recipe", [*RECIPES, *BLOCKS])
 @pytest.mark.parametrize(("rows", "columns", "outputs"), [(64, 256, 512), (512, 768, 2304), (320, 1600, 4800)])
 @pytest.mark.parametrize("has_copies", [False, True])
+@pytest.mark.parametrize("in_by_out", [False, True])
 def test_on_the_device_too(
     recipe: fp8.Recipe,
     rows: int,
     columns: int,
     outputs: int,
     has_copies: bool,
+    in_by_out: bool,
     planned: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not fp8.support()[0]:
         pytest.skip("this GPU does not multiply FP8")
-    layer = Linear(columns, outputs, dtype=torch.bfloat16, device="cuda")
+    layer = linear(columns, outputs, in_by_out, dtype=torch.bfloat16, device="cuda")
 
     def run() -> list[Tensor]:
         layer._reset_fp8()

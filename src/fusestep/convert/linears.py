@@ -66,15 +66,10 @@ class FP8Linear(Linear, Kind):
 class FP8Conv1D(FP8Linear):
     """A linear layer whose weight is (in, out)."""
 
+    _in_by_out = True
+
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
         return super().forward(x, is_first_microbatch)
-
-    def _weight_and_bias(
-        self,
-        adds_bias: bool,  # noqa: ARG002 (which nobody asks a converted layer to return)
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None, tuple[Tensor | None, ...]]:
-        weight, bias = self._parameter("weight").t(), self._parameter("bias")
-        return weight, (weight,), bias, (bias,)
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:  # noqa: ARG002
         # The old forward adds the bias itself, which nobody asks a converted layer to return.

@@ -101,11 +101,12 @@ class Casts:
         columnwise: tuple[bool, bool],  # noqa: ARG002
         dtype: torch.dtype,  # noqa: ARG002
         is_known: bool,  # noqa: ARG002
+        in_by_out: bool,  # noqa: ARG002
     ) -> Planned | None:
         """What casts and multiplies x (rows, in) and a weight (out, in) at once, or None where nothing does.
 
-        Args: bias (out,) or None; indices, columnwise: of x and of the weight; dtype: of the output; is_known: whether
-            the weight will come cast already.
+        Args: bias (out,) or None; indices, columnwise: of x and of the weight as products read them; dtype: of the
+            output; is_known: whether the weight will come cast already; in_by_out: whether it is (in, out).
         """
         return None
 
@@ -116,8 +117,12 @@ class Casts:
         rowwise: bool,  # noqa: ARG002
         columnwise: bool,  # noqa: ARG002
         sums_dtype: torch.dtype | None,  # noqa: ARG002
+        right: bool,  # noqa: ARG002
     ) -> CastPlan | BlockPlan | None:
-        """What casts gradients like this one as `gradient` does, or None where nothing does."""
+        """What casts gradients like this one as `gradient` does, or None where nothing does.
+
+        Args: right: hand out the transpose as the right operand of a product.
+        """
         return None
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:

@@ -83,20 +83,23 @@ class BlockCasts(Casts):
         columnwise: tuple[bool, bool],
         dtype: torch.dtype,
         is_known: bool,  # noqa: ARG002
+        in_by_out: bool,
     ) -> PlannedBlockProduct | None:
         if self.block != ROW or not fits(x, weight, bias, dtype):
             return None
-        of_x = self._plan(x, self.forward_dtype, ROW, True, columnwise[0], right=(False, True))
-        of_weight = self._plan(weight, self.forward_dtype, TILE, True, columnwise[1], right=(True, True))
+        of_x = self._plan(x, self.forward_dtype, ROW, True, columnwise[0], right=(False, not in_by_out))
+        ways = (columnwise[1], True) if in_by_out else (True, columnwise[1])
+        of_weight = self._plan(weight, self.forward_dtype, TILE, *ways, right=(True, True))
         if of_x is None or of_weight is None:
             return None
         device, forward, backward = x.device, self.forward_dtype, self.backward_dtype
         y = plan_native(device, forward, forward, TILE, dtype, bias is not None)
         dx = plan_native(device, backward, forward, TILE, x.dtype, False)
-        dweight = plan_native(device, backward, forward, ROW, weight.dtype, False)
+        of_dweight = (forward, backward) if in_by_out else (backward, forward)
+        dweight = plan_native(device, *of_dweight, ROW, weight.dtype, False)
         if y is None or dx is None or dweight is None:
             return None
-        return PlannedBlockProduct(of_x, of_weight, y, dx, dweight, columnwise[1])
+        return PlannedBlockProduct(of_x, of_weight, y, dx, dweight, columnwise[1], in_by_out)
 
     def gradient_plan(
         self,
@@ -105,8 +108,9 @@ class BlockCasts(Casts):
         rowwise: bool,
         columnwise: bool,
         sums_dtype: torch.dtype | None,
+        right: bool,
     ) -> BlockPlan | None:
-        return self._plan(dy, self.backward_dtype, self.block, rowwise, columnwise, sums_dtype)
+        return self._plan(dy, self.backward_dtype, self.block, rowwise, columnwise, sums_dtype, (False, right))
 
     def activation(self, h: Tensor, name: str, index: int, columnwise: bool) -> Quantized:
         compiling = torch.compiler.is_compiling()

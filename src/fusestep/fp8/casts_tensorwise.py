@@ -75,18 +75,29 @@ class TensorwiseCasts(Casts):
         columnwise: tuple[bool, bool],
         dtype: torch.dtype,
         is_known: bool,
+        in_by_out: bool,
     ) -> PlannedProduct | None:
         if not (runs_kernels(x) and is_plain(weight) and dispatch.multiplies_fp8("scaled_mm", x.device)):
             return None
         if not fits(x, weight, bias, dtype):
             return None
-        casts: CastPlan | PairPlan | None
-        if is_known:
-            options = CastOptions(indices[0], self.forward_dtype, True, columnwise[0], *self._scaling)
-            casts = plan_cast(x, None, "", self.slots, options, self.counts, None, right=True)
-        else:
-            casts = self._first_pair(x, weight, indices, columnwise, right=True)
-        return None if casts is None else PlannedProduct(casts, dtype, x.dtype, weight.dtype, columnwise[1])
+        kinds = dtype, x.dtype, weight.dtype
+        if not is_known and not in_by_out:
+            pair = self._first_pair(x, weight, indices, columnwise, right=True)
+            return None if pair is None else PlannedProduct(pair, None, *kinds, columnwise[1], in_by_out)
+
+        def planned(matrix: Tensor, options: CastOptions, right: tuple[bool, bool]) -> CastPlan | None:
+            return plan_cast(matrix, None, "", self.slots, options, self.counts, None, right=right)
+
+        options = CastOptions(indices[0], self.forward_dtype, True, columnwise[0], *self._scaling)
+        of_x, of_weight = planned(x, options, (False, not in_by_out)), None
+        if not is_known:
+            # Its transpose is what the product forward reads, so no cast of both takes it.
+            options = CastOptions(indices[1], self.forward_dtype, columnwise[1], True, *self._scaling)
+            of_weight = planned(weight, options, (True, True))
+        if of_x is None or (of_weight is None and not is_known):
+            return None
+        return PlannedProduct(of_x, of_weight, *kinds, columnwise[1], in_by_out)
 
     def _first_pair(
         self,
@@ -137,12 +148,12 @@ class TensorwiseCasts(Casts):
         return self._first(key, dy, None, "", index, self.backward_dtype, rowwise, columnwise, sums_dtype)
 
     def gradient_plan(
-        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None
+        self, dy: Tensor, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None, right: bool
     ) -> CastPlan | None:
         if not runs_kernels(dy):
             return None
         options = CastOptions(index, self.backward_dtype, rowwise, columnwise, *self._scaling)
-        return plan_cast(dy, None, "", self.slots, options, self.counts, sums_dtype)
+        return plan_cast(dy, None, "", self.slots, options, self.counts, sums_dtype, right=(False, right))
 
     def joined_gradient(
         self, dy: Joined, index: int, rowwise: bool, columnwise: bool, sums_dtype: torch.dtype | None

@@ -100,22 +100,27 @@ class WeightCopies(Copies):
         self.slots = slots
         self.index = index
         self.quantized: Quantized | None = None
-        self._right: tuple[Quantized, RightOperands] | None = None
+        self._right: tuple[Quantized, bool, RightOperands] | None = None
 
     def memory(self) -> object:
         return self.quantized
 
-    def right_operands(self) -> RightOperands:
-        """The copies, once there are some, as planned products read them: views with the summed dimension first."""
+    def right_operands(self, in_by_out: bool = False) -> RightOperands:
+        """The copies, once there are some, as planned products read them: views with the summed dimension first.
+
+        Args: in_by_out: whether they are of a weight (in, out); then they hold its transpose too.
+        """
         held, known = self.quantized, self._right
-        if known is None or known[0] is not held:
+        if known is None or known[0] is not held or known[1] is not in_by_out:
             assert held is not None
-            assert held.data is not None
+            weight = held.t() if in_by_out else held
+            assert weight.data is not None
             with torch.no_grad():
-                kept = None if held.transposed is None else held.transposed.t()
-                kept_scale_inv = None if kept is None else held.transposed_scale_inv.t()
-                known = self._right = held, (held.data.t(), held.scale_inv.t(), kept, kept_scale_inv)
-        return known[1]
+                kept = None if weight.transposed is None else weight.transposed.t()
+                kept_scale_inv = None if kept is None else weight.transposed_scale_inv.t()
+                operands = weight.data.t(), weight.scale_inv.t(), kept, kept_scale_inv
+            known = self._right = held, in_by_out, operands
+        return known[2]
 
     def cast(self, weight: Tensor) -> Quantized:
         """Cast a weight (rows, columns) as the module would, recording its amax in the slot."""

@@ -151,6 +151,8 @@ class GroupedLinear(FP8Module):
 class _Shifted:
     """The casts of one of the layers, and its way to kept weights: those of the module, `offset` slots further."""
 
+    _in_by_out = False
+
     def __init__(self, module: GroupedLinear, casts: Casts, offset: int) -> None:
         self._module, self._casts, self._offset = module, casts, offset
         self.block, self.weight_block = casts.block, casts.weight_block

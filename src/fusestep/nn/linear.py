@@ -168,7 +168,7 @@ class Linear(FP8Module):
             # The usual call, as short as can be: what _weight_and_bias gives where both are parameters of these names.
             parameters = self._parameters
             weight: Any = parameters.get("weight")
-            if weight is not None and "bias" in parameters and type(self)._weight_and_bias is Linear._weight_and_bias:
+            if weight is not None and "bias" in parameters:
                 only = parameters["bias"]
                 y, casts = self._by_plan(x, weight, (weight,), only, self._in_place_of((only,), x), region, split)
                 if y is not None:
@@ -246,12 +246,12 @@ class Linear(FP8Module):
         known = None
         if grad and self.training:
             copies = self._current_copies(sources, WEIGHT, casts, x.requires_grad)
-            known = None if copies is None else copies.right_operands()
+            known = None if copies is None else copies.right_operands(self._in_by_out)
         is_known = known is not None
         planned = None if plans is None else plans.get(is_known)
         if planned is None:
             if plans is None or is_known not in plans:
-                planned = plan_linear(casts, key, x, weight, sources, added, OPERANDS, is_known)
+                planned = plan_linear(casts, key, x, weight, sources, added, OPERANDS, is_known, self._in_by_out)
             if planned is None:
                 return None, casts
         return apply_planned(x, weight, bias, (planned, casts, sources, known, added, GRADIENT, grad, split)), casts
@@ -291,7 +291,7 @@ class Linear(FP8Module):
     def _weight_and_bias(
         self, adds_bias: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None, tuple[Tensor | None, ...]]:
-        """The weight for a product in FP8 and the parameters it is made of, and the same of the bias if it is added.
+        """The weight as it lies for a product in FP8, and the parameters it is made of; the same of a bias to be added.
 
         Those of several parameters are put together where they have to be cast, and not before.
         """

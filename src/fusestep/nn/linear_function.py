@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
             through = (known.transposed, known.transposed_scale_inv) if x_needed else (None, None)
             ctx.save_for_backward(q_x.transposed, q_x.transposed_scale_inv, *through)
             sums_dtype = bias.dtype if bias is not None and bias_needed else None
-            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype
+            ctx.of = casts, x.shape, x.dtype, weight.dtype, sums_dtype, module._in_by_out
             ctx.split = split
         y = y if rows is x else shaped(y, x)
         return y if split is None else split.of(y)
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
     def _gradients(ctx: Any, dy: Tensor | Joined) -> tuple[Tensor | None, ...]:
         x_transposed, x_scale_inv, weight_transposed, weight_scale_inv = ctx.saved_tensors
         x_needed, weight_needed, _, _ = ctx.needs_input_grad
-        casts, x_shape, x_dtype, weight_dtype, sums_dtype = ctx.of
+        casts, x_shape, x_dtype, weight_dtype, sums_dtype, in_by_out = ctx.of
         dx = dweight = dbias = None
         if x_needed or weight_needed:
             q, dbias = cast_gradient(casts, dy, GRADIENT, x_needed, weight_needed, sums_dtype)
@@ -73,7 +73,8 @@ class _Linear(torch.autograd.Function):
             if x_needed:
                 dx = input_gradient(casts, q, weight_transposed, weight_scale_inv, features, x_dtype)
             if weight_needed:
-                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, features, weight_dtype)
+                of_weight = features, weight_dtype, in_by_out
+                dweight = weight_gradient(casts, q, x_transposed, x_scale_inv, *of_weight)
             if dx is not None and len(x_shape) != 2:
                 dx = dx.view(x_shape)
         elif sums_dtype is not None:

@@ -18,6 +18,7 @@ from fusestep.nn.products import refuse_mapped, refusing_a_second
 from fusestep.nn.quantized_weights import whole
 from fusestep.ops.layouts import keep
 from fusestep.ops.quantize_joined import Joined
+from fusestep.ops.quantized import Quantized
 
 #: Plans that one module keeps; shapes may never repeat.
 MOST_PLANS = 256
@@ -69,7 +70,8 @@ class _PlannedLinear(torch.autograd.Function):
             not is_compiling and type(dy) is Tensor and dy.is_contiguous() and not torch._C._len_torch_dispatch_stack()
         )
         if plan is None and is_usual:
-            plan = casts.gradient_plan(dy.reshape(-1, dy.shape[-1]), slot, x_needed, weight_needed, sums_dtype)
+            rows, right = dy.reshape(-1, dy.shape[-1]), planned.in_by_out
+            plan = casts.gradient_plan(rows, slot, x_needed, weight_needed, sums_dtype, right)
             if plan is not None:
                 keep(planned.gradient_casts, key, plan, MOST_PLANS)
         if plan is not None and is_usual:
@@ -77,7 +79,7 @@ class _PlannedLinear(torch.autograd.Function):
             dbias = cast[4]
         else:
             q, dbias = casts.gradient(dy.reshape(-1, dy.shape[-1]), slot, x_needed, weight_needed, sums_dtype)
-            cast = q.data, q.scale_inv, q.transposed, q.transposed_scale_inv, None
+            cast = _as_planned(q, planned)
         dx, dweight = planned.backward(cast, kept, x_needed, weight_needed)
         if len(x_shape) != 2 and dx is not None:
             dx = dx.resize_(*x_shape) if is_usual else dx.view(x_shape)
@@ -91,9 +93,14 @@ def _of_heads(ctx: Any, kept: Any, dy: Joined) -> Any:
     if not (x_needed or weight_needed):
         return None, None, dy.together().sum(0, dtype=torch.float32).to(sums_dtype), None
     q, dbias = casts.joined_gradient(dy, slot, x_needed, weight_needed, sums_dtype)
-    cast = q.data, q.scale_inv, q.transposed, q.transposed_scale_inv, None
-    dx, dweight = planned.backward(cast, kept, x_needed, weight_needed)
+    dx, dweight = planned.backward(_as_planned(q, planned), kept, x_needed, weight_needed)
     return None if dx is None else dx.view(x_shape), dweight, dbias, None
+
+
+def _as_planned(q: Quantized, planned: Planned) -> Any:
+    """A gradient that no plan of its own cast, as `Planned.backward` takes it."""
+    transposed = q.transposed.t() if planned.in_by_out and q.transposed is not None else q.transposed
+    return q.data, q.scale_inv, transposed, q.transposed_scale_inv, None
 
 
 # Straight to backward: on its way torch looks in every call for other kinds of it that a Function may have.
@@ -123,10 +130,12 @@ def plan_linear(
     bias: Tensor | None,
     slots: tuple[int, int],
     is_known: bool,
+    in_by_out: bool,
 ) -> Planned | None:
     """The plan of a call, None where there can be none; either is kept.
 
-    Args: key: as call_key gives it; slots: of x and of the weight; is_known: whether the weight is cast already.
+    Args: key: as call_key gives it; slots: of x and of the weight; is_known: whether the weight is cast already;
+        in_by_out: whether the weight is (in, out).
     """
     dtype, (x_needed, weight_needed) = key[:2]
     plans = casts.products.get(key)
@@ -135,7 +144,7 @@ def plan_linear(
     if is_known not in plans:
         with torch.no_grad():
             rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            of = rows, whole(weight, sources), bias, slots, (weight_needed, x_needed), dtype, is_known
-            plans[is_known] = casts.planned_product(*of)
+            of = rows, whole(weight, sources), bias, slots, (weight_needed, x_needed), dtype
+            plans[is_known] = casts.planned_product(*of, is_known, in_by_out)
     planned: Planned | None = plans[is_known]
     return planned

@@ -59,17 +59,24 @@ def input_gradient(
 
 
 def weight_gradient(
-    casts: Casts, dy: Quantized, x_transposed: Tensor, x_scale_inv: Tensor, features: int, dtype: torch.dtype
+    casts: Casts,
+    dy: Quantized,
+    x_transposed: Tensor,
+    x_scale_inv: Tensor,
+    features: int,
+    dtype: torch.dtype,
+    in_by_out: bool = False,
 ) -> Tensor:
-    """dyᵀ · x, (out, features), in the dtype of the weight; contiguous."""
+    """dyᵀ · x, (out, features), in the dtype of the weight, or for one that is (in, out) xᵀ · dy; contiguous."""
     assert dy.transposed is not None
+    left, right = (dy.transposed, dy.transposed_scale_inv, dy.shape[1]), (x_transposed, x_scale_inv, features)
+    if in_by_out:
+        left, right = right, left
     return multiply(
-        dy.transposed,
-        dy.transposed_scale_inv,
-        x_transposed,
-        x_scale_inv,
-        dy.shape[1],
-        features,
+        *left[:2],
+        *right[:2],
+        left[2],
+        right[2],
         dtype,
         None,
         False,

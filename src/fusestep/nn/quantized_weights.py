@@ -25,6 +25,9 @@ class QuantizedWeights(nn.Module):
 
     fp8_state: Slots | None
 
+    # Whether weights are (in, out), as GPT-2's are. Products take their transposes, which casts hold as well.
+    _in_by_out: bool = False
+
     # The recipe of the last call with casts that stay; FP8 weights of the first micro-batch, and copies that the
     # optimizer was asked for, by slot. FP8Module sets them up.
     _recipe: Recipe | None
@@ -42,14 +45,18 @@ class QuantizedWeights(nn.Module):
         columnwise: tuple[bool, bool],
         first: bool | None,
     ) -> tuple[Quantized, Quantized]:
-        """Both operands of a product forward where `_known_weight` knows none: x (rows, in), and the weight (out, in).
+        """Both operands of a product forward where `_known_weight` knows none: x (rows, in), and a weight as it lies.
 
         Args: indices, columnwise: of x and of the weight; the others as of `_quantized_weight`.
         """
-        if first is None or not self._keeps(grad):
-            return casts.operands(x, weight, indices, columnwise)
-        both = casts.operands(x, weight, indices, (columnwise[0], True))
-        self._keep_weight(both[1], sources, indices[1])
+        keeps = first is not None and self._keeps(grad)
+        ways = columnwise[0], columnwise[1] or keeps or self._in_by_out
+        if self._in_by_out:  # no cast of both takes a weight whose columns are not those of x
+            both = casts.input(x, indices[0], ways[0]), casts.weight(weight, indices[1], ways[1]).t()
+        else:
+            both = casts.operands(x, weight, indices, ways)
+        if keeps:
+            self._keep_weight(both[1], sources, indices[1])
         return both
 
     def _quantized_weight(
@@ -69,7 +76,7 @@ class QuantizedWeights(nn.Module):
         Evaluation casts afresh, and changes nothing.
 
         Args:
-            weight: (out, in); of several sources one without values, except under torch.compile.
+            weight: as it lies; of several sources one without values, except under torch.compile.
             sources: the parameters that it is made of.
             grad: whether gradients are enabled.
             first: whether this is the first of several micro-batches between two steps of the optimizer; None: no
@@ -78,7 +85,8 @@ class QuantizedWeights(nn.Module):
         quantized = self._known_weight(weight, sources, index, casts, grad, transposed, first)
         if quantized is None:
             kept = first is not None and self._keeps(grad)
-            quantized = casts.weight(whole(weight, sources), index, columnwise=transposed or kept)
+            columnwise = transposed or kept or self._in_by_out
+            quantized = self._as_operand(casts.weight(whole(weight, sources), index, columnwise))
             if kept:
                 self._keep_weight(quantized, sources, index)
         return quantized
@@ -95,10 +103,11 @@ class QuantizedWeights(nn.Module):
     ) -> Quantized | None:
         """`_quantized_weight` where it takes no cast of parameters, else None."""
         if isinstance(weight, Float8Tensor):
+            both_ways = transposed or self._in_by_out
             if weight.quantized.block == casts.weight_block:
-                return weight.quantized_both_ways() if transposed else weight.quantized
+                return self._as_operand(weight.quantized_both_ways() if both_ways else weight.quantized)
             # Scales of another kind than the region's products take.
-            return casts.weight(weight.dequantize(), index, columnwise=transposed)
+            return self._as_operand(casts.weight(weight.dequantize(), index, columnwise=both_ways))
         if not self.training or torch.compiler.is_compiling():  # whether a copy is current is no constant of a graph
             return None
         if first is False:
@@ -107,15 +116,16 @@ class QuantizedWeights(nn.Module):
                 quantized: Quantized = kept[0]
                 return quantized
         copies = self._current_copies(sources, index, casts, transposed) if grad else None
-        return None if copies is None else copies.quantized
+        return None if copies is None or copies.quantized is None else self._as_operand(copies.quantized)
 
     def _current_copies(
         self, sources: tuple[Tensor, ...], index: int, casts: Casts, transposed: bool
     ) -> WeightCopies | None:
         """The copies that the optimizer wrote of the weight as it is now; where there are none, it is asked for them.
 
-        For training with gradients enabled.
+        For training with gradients enabled. They are of the weight as it lies.
         """
+        transposed = transposed or self._in_by_out
         if is_counting():  # what the optimizer casts is not counted
             return None
         known = None if self._asked is None else self._asked.get(index)
@@ -131,6 +141,10 @@ class QuantizedWeights(nn.Module):
         else:
             return None
         return copies if copies.quantized is not None and copies.is_current(*sources) else None
+
+    def _as_operand(self, quantized: Quantized) -> Quantized:
+        """A weight that was cast as it lies, as products take it: (out, in)."""
+        return quantized.t() if self._in_by_out else quantized
 
     def _keeps(self, grad: bool) -> bool:
         """Whether a cast of the weight may serve the micro-batches that follow."""

@@ -38,7 +38,8 @@ class CastPlan:
         options: how it is cast.
         sums_dtype: of the column sums; None: they are not wanted.
         launches: as prepare_quantize makes them.
-        right: hand out the transpose as the right operand of a product: (rows, columns) of the same memory.
+        right: which of data and transpose are handed out as right operands of products: with the summed dimension
+            first, of the same memory.
     """
 
     __slots__ = (
@@ -53,14 +54,14 @@ class CastPlan:
         options: CastOptions,
         sums_dtype: torch.dtype | None,
         launches: QuantizeLaunches,
-        right: bool = False,
+        right: tuple[bool, bool] = (False, False),
     ) -> None:
         self.shape = rows, columns = shape
         self._index = device.index if device.type == "cuda" else None
         inside = padded(rows), padded(columns)
-        self._data = maker(inside, options.dtype, device) if options.rowwise else None
-        turned = inside[::-1]
-        self._transposed = maker(turned, options.dtype, device, transposed=right) if options.columnwise else None
+        turned, dtype = inside[::-1], options.dtype
+        self._data = maker(inside, dtype, device, transposed=right[0]) if options.rowwise else None
+        self._transposed = maker(turned, dtype, device, transposed=right[1]) if options.columnwise else None
         self._scale_inv = maker((), torch.float32, device)
         self._sums = None if sums_dtype is None else maker((columns,), sums_dtype, device)
         partials = launches.partials
@@ -73,7 +74,10 @@ class CastPlan:
     def __call__(
         self, x: Tensor, h: Tensor | None, slots: Tensor | None, counts: Tensor | None
     ) -> tuple[Quantized, Tensor | None]:
-        """Cast x, an activation of x, or with h an activation's gradient; return it and the column sums."""
+        """Cast x, an activation of x, or with h an activation's gradient; return it and the column sums.
+
+        Not with right operands.
+        """
         data, scale_inv, transposed, _, sums = self.cast(x, h, slots, counts)
         return Quantized(self.shape, data, transposed, scale_inv, scale_inv), sums
 
@@ -144,7 +148,7 @@ def plan_cast(
     counts: Tensor | None,
     sums_dtype: torch.dtype | None,
     *,
-    right: bool = False,
+    right: tuple[bool, bool] = (False, False),
 ) -> CastPlan | None:
     """The plan of a cast, or None where no kernel takes the tensors as they are.
 

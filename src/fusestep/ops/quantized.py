@@ -56,6 +56,12 @@ class Quantized(NamedTuple):
             raise ValueError("a quantised matrix holds its data or their transpose; this one holds neither")
         return there
 
+    def t(self) -> Quantized:
+        """The transpose, of the same memory: what products read of a matrix one way they read of it the other way."""
+        rows, columns = self.shape
+        scales = self.transposed_scale_inv, self.scale_inv
+        return Quantized((columns, rows), self.transposed, self.data, *scales, self.block)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, (rows, columns), formed in fp32 and rounded once to dtype."""
         rows, columns = self.shape
