@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -111,6 +114,50 @@ def test_an_interrupted_command_ends_with_130(
     install(monkeypatch, "train", command)
     assert fusestep("train") == 130
     assert capsys.readouterr().err == "fusestep train: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "status", "said"),
+    [(signal.SIG_DFL, 130, "fusestep: interrupted\n"), (signal.SIG_IGN, 0, "")],
+)
+def test_no_import_takes_an_interrupt_for_its_own_failure(
+    arrangement: signal.Handlers, status: int, said: str, tmp_path: Path
+) -> None:
+    """torch does without NumPy where its import fails; the command went on as if nobody had pressed Ctrl-C."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "raise ModuleNotFoundError('numpy')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "fusestep", "plan"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, arrangement),
+    )
+    assert ended.returncode == status
+    assert [line for line in ended.stderr.splitlines(keepends=True) if "interrupted" in line] == said.splitlines(True)
+
+
+def test_a_command_that_has_begun_gets_an_interrupt_as_an_exception(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> None:
+        """Be interrupted."""
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            typer.echo("put in order")
+
+    install(monkeypatch, "train", command)
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert fusestep("train") == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert capsys.readouterr() == ("put in order\n", "fusestep train: interrupted\n")
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fusestep.cli.errors import exit_status
+from fusestep.cli.errors import at_interrupt, exit_status, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -40,4 +40,5 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # A terminal that has no × or …, and a folder whose name is no text, cost a character, never the run.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.exit(exit_status("fusestep", program))
+    with at_interrupt(leave):
+        sys.exit(exit_status("fusestep", program))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import signal
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from fusestep.cli.errors import exit_status
+from fusestep.cli.errors import at_interrupt, exit_status
 
 COMMANDS = {
     "doctor": "Show what this machine can do, and prove it.",
@@ -61,7 +62,8 @@ def _load(name: str) -> Any:
 
     @functools.wraps(function)
     def guarded(*args: Any, **options: Any) -> None:
-        raise typer.Exit(exit_status(f"fusestep {name}", lambda: function(*args, **options)))
+        with at_interrupt(signal.default_int_handler):
+            raise typer.Exit(exit_status(f"fusestep {name}", lambda: function(*args, **options)))
 
     single = typer.Typer(
         add_completion=False,

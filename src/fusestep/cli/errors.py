@@ -11,10 +11,14 @@ Any other exception is a defect of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from fusestep import memory
 from fusestep.durable import FULL, mend
@@ -63,6 +67,27 @@ def exit_status(who: str, program: Callable[[], None]) -> int:
         print(f"{who}: {sentence}", file=sys.stderr)  # noqa: T201
         return MENDABLE
     return 0
+
+
+@contextlib.contextmanager
+def at_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """While entered, Ctrl-C calls `handler`, unless the process ignores it; the main thread alone gets any."""
+    before = signal.getsignal(signal.SIGINT)
+    if before not in (leave, signal.default_int_handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def leave(_number: int, _frame: FrameType | None) -> None:
+    """Leave at once. For the time before a command has begun: most of it is imports, and packages that try to import
+    others, as torch does NumPy, take a KeyboardInterrupt for one that is missing, and go on."""
+    os.write(2, b"fusestep: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def mendable(error: Exception) -> str | None:
