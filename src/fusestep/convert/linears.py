@@ -69,7 +69,7 @@ class FP8Conv1D(FP8Linear):
     _in_by_out = True
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
-        return super().forward(x, is_first_microbatch)
+        return Linear.forward(self, x, is_first_microbatch)
 
     def _in_high_precision(self, x: Tensor, region: Region | None, adds_bias: bool) -> Tensor:  # noqa: ARG002
         # The old forward adds the bias itself, which nobody asks a converted layer to return.
