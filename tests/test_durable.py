@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,25 @@ def test_files_that_belong_together_are_written_together_or_not_at_all(tmp_path:
         durable.write_together({tmp_path / "a": "3", tmp_path / "c": "\udc80"})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
     assert (tmp_path / "a").read_text() == "ä\n"
+
+
+def test_what_keeps_a_file_from_the_disk_is_told_of_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as single, durable.replacing(tmp_path / "a"):
+        pass
+    with pytest.raises(OSError, match="No space") as first:
+        durable.write_together({tmp_path / "b": "", tmp_path / "c": ""})
+    assert [raised.value.filename for raised in (single, first)] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    # What the block itself could not read is no trouble of this file.
+    with pytest.raises(FileNotFoundError) as other, durable.replacing(tmp_path / "a"):
+        (tmp_path / "nowhere").read_bytes()
+    assert other.value.filename == str(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unfinished_file_is_known_by_its_name(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def mend(error: OSError, what: str) -> str:
     """What a person does about an error that kept `what`, a file or folder in words, from being written or read."""
-    if error.errno in (*FULL, errno.EFBIG):
+    if error.errno in FULL:
         return f"free some space for {what}"
+    if error.errno == errno.EFBIG:
+        return f"raise the limit of a file's size for {what}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"change the permissions of {what}"
     if error.errno == errno.EROFS:
@@ -68,7 +70,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the name `path` when it is complete; after an error `path` is as it was."""
     temporary = _temporary(path)
     try:
-        with _synced(temporary) as file:
+        with _synced(temporary, path) as file:
             yield file
         temporary.replace(path)
         sync_folder(path.parent)
@@ -81,7 +83,7 @@ def write_together(texts: Mapping[Path, str | bytes]) -> None:
     temporaries = {path: _temporary(path) for path in texts}
     try:
         for path, temporary in temporaries.items():
-            with _synced(temporary) as file:
+            with _synced(temporary, path) as file:
                 content = texts[path]
                 file.write(content.encode() if isinstance(content, str) else content)
         for path, temporary in temporaries.items():
@@ -98,12 +100,17 @@ def _temporary(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, on the disk when the block ends."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def _synced(path: Path, name: Path) -> Iterator[BinaryIO]:
+    """A file to write, on the disk when the block ends; an error says of `name`, which it gets then, what is wrong."""
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename in (None, path, str(path)):
+            error.filename = str(name)
+        raise
 
 
 class DurableFile:

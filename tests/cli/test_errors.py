@@ -57,6 +57,12 @@ def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             f"the disk is full ({os.strerror(errno.EDQUOT)}); free some space or choose another folder.",
         ),
+        (
+            OSError(errno.EFBIG, os.strerror(errno.EFBIG), "runs/a/model.pt"),
+            2,
+            "runs/a/model.pt would be larger than the limit of a file's size allows (File too large); "
+            "raise the limit (ulimit -f), or choose another folder.",
+        ),
         (MemoryError(), 2, "out of memory on this machine; lower --batch, or choose a smaller --preset."),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),

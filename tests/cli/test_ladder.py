@@ -109,6 +109,50 @@ def test_what_a_person_gets_wrong_is_one_sentence_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_name_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a shell passes a variable that is not set; the working folder was taken."""
+    monkeypatch.chdir(tmp_path)
+    assert refused("--out", "", capsys=capsys).endswith("--out is ''; name a folder for the ladder.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_written_and_what_nobody_reads_is_still_kept(tmp_path: Path) -> None:
+    """A limit of the system on the size of files, and a reader of stdout that leaves at once."""
+
+    def limit() -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    arguments = [*COMMAND, *SMALL, "--rungs", "adam,fused-adam"]
+    kept = tmp_path / "ladder"
+    limited = subprocess.run(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, preexec_fn=limit
+    )
+    assert limited.returncode == 2
+    assert "Traceback" not in limited.stderr
+    assert limited.stderr.splitlines()[-2:] == [
+        "ladder/ladder.unfinished.json keeps what is measured; the same command with --resume goes on.",
+        "fusestep ladder: ladder/ladder.png would be larger than the limit of a file's size allows (File too large); "
+        "raise the limit (ulimit -f), or choose another folder.",
+    ]
+    assert "\nadam " in limited.stdout
+    assert [path.name for path in kept.iterdir()] == ["ladder.unfinished.json"]
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = subprocess.run(
+        [*arguments, "--resume"], cwd=tmp_path, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE, timeout=120
+    )
+    os.close(writer)
+    assert unread.returncode == 141
+    assert b"timing" not in unread.stderr
+    names = ["ladder.csv", "ladder.html", "ladder.json", "ladder.png"]
+    assert sorted(path.name for path in kept.iterdir()) == names
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("options", [[], ["--resume"], ["--parallel", "ddp"]])
 def test_a_folder_that_cannot_be_made_is_one_sentence_before_anything_runs(

@@ -164,6 +164,7 @@ def test_help_lists_every_setting(fusestep: Cli) -> None:
         (["--precision", "fp8", "--form", "seed"], "--precision is fp8 and --form is seed; pass --form fused"),
         (["--device", "abacus"], "--device is 'abacus'"),
         (["--config", "nowhere.toml"], "--config nowhere.toml cannot be read"),
+        (["--config", ""], "--config . cannot be read"),
         (["--config", "broken.toml"], "--config broken.toml is not TOML"),
         (["--config", "unknown.json"], "sets 'stepz', which is no setting; did you mean steps?"),
         (["--config", "heads.json"], "heads"),

@@ -101,6 +101,11 @@ def mendable(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where} ({os.strerror(error.errno)}); free some space or choose another folder."
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return (
+            f"{error.filename or 'a file'} would be larger than the limit of a file's size allows "
+            f"({os.strerror(error.errno)}); raise the limit (ulimit -f), or choose another folder."
+        )
     if isinstance(error, OSError) and error.filename and error.errno in TROUBLE_WITH_PATHS:
         is_path_wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
         what = "correct the path" if is_path_wrong else mend(error, str(error.filename))

@@ -102,8 +102,8 @@ def command(
         ),
     ] = "none",
     out: Annotated[
-        Path, typer.Option(help="The folder for ladder.json, ladder.csv, ladder.html and ladder.png.")
-    ] = Path("ladder"),
+        str, typer.Option(help="The folder for ladder.json, ladder.csv, ladder.html and ladder.png.")
+    ] = "ladder",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on in --out with a ladder that was cut off."),
@@ -115,6 +115,10 @@ def command(
     Every rung first trains on the same text as rung 1 and must reach the same loss; then all are timed in rounds, each
     time in a process of its own.
     """
+    if not out:
+        # As from a variable that is not set; Path takes it for the working folder.
+        raise UserError("--out is ''; name a folder for the ladder.")
+    folder = Path(out)
     if parallel != "none" or launched_size() > 1:
         # What needs torch.distributed is not imported for a ladder of one process.
         from fusestep.cli.scaling import measure_scaling
@@ -125,7 +129,7 @@ def command(
         }  # fmt: skip
         others = [option for option, given in about_rungs.items() if given]
         measure_scaling(
-            parallel=parallel, preset=preset, batch=batch, steps=steps, device=device, out=out, as_json=as_json,
+            parallel=parallel, preset=preset, batch=batch, steps=steps, device=device, out=folder, as_json=as_json,
             others=others,
         )  # fmt: skip
         return
@@ -152,28 +156,27 @@ def command(
         compiled=compiled,
         peers=peers,
     )
-    report.check_folder(out, resume=resume)
-    kept = report.finished(out, plan(config)) if resume else None
+    report.check_folder(folder, resume=resume)
+    kept = report.finished(folder, plan(config)) if resume else None
     if kept is not None:
-        left_out = report.complete(kept, out)
+        left_out = report.complete(kept, folder)
         typer.echo(json.dumps(kept, indent=1) if as_json else kept["verdict"]["headline"])
-        _say_where(out, left_out, f"the ladder in {out} is finished, so nothing was measured;", err=as_json)
+        _say_where(folder, left_out, f"the ladder in {folder} is finished, so nothing was measured;", err=as_json)
         return
     try:
-        measured = _measure(config, out, resume)
-    except KeyboardInterrupt:
-        if (out / journal.FILE).exists():
+        measured = _measure(config, folder, resume)
+        try:
+            # Before it is shown, since whoever reads that may leave first, as head does.
+            left_out = report.save(measured, folder)
+        finally:
+            _print(measured, as_json=as_json)
+    except (KeyboardInterrupt, OSError):
+        if (folder / journal.FILE).exists():
             typer.echo(
-                f"{out / journal.FILE} keeps what is measured; the same command with --resume goes on.", err=True
+                f"{folder / journal.FILE} keeps what is measured; the same command with --resume goes on.", err=True
             )
         raise
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(measured), indent=1, allow_nan=False))
-    else:
-        # A name such as :llama: is no picture, and [1] no style.
-        console = Console(emoji=False, markup=False)
-        show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH, emoji=False, markup=False))
-    _say_where(out, report.save(measured, out), "", err=as_json)
+    _say_where(folder, left_out, "", err=as_json)
     if all(result.failure is not None for result in measured.rungs):
         raise typer.Exit(1)
 
@@ -193,6 +196,16 @@ def _measure(config: LadderConfig, out: Path, resume: bool) -> Ladder:
             folder=out,
             resume=resume,
         )
+
+
+def _print(measured: Ladder, *, as_json: bool) -> None:
+    """The table, or ladder.json, on stdout."""
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(measured), indent=1, allow_nan=False))
+        return
+    # A name such as :llama: is no picture, and [1] no style.
+    console = Console(emoji=False, markup=False)
+    show(measured, console if console.is_terminal else Console(width=_PIPE_WIDTH, emoji=False, markup=False))
 
 
 def _say_where(out: Path, left_out: list[str], before: str, *, err: bool) -> None:

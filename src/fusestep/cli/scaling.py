@@ -17,7 +17,7 @@ from fusestep.ladder.plan import BATCH
 from fusestep.ladder.report import check_place
 from fusestep.ladder.scaling import CSV, JSON, Scaling, ScalingRow, check, scaling
 from fusestep.models import PRESETS
-from fusestep.tables import table
+from fusestep.tables import counted, table
 
 #: Timed steps a round, and seconds that no rank may be slow or silent.
 STEPS, TIMEOUT = {"cuda": 20, "cpu": 3}, 600.0
@@ -88,7 +88,9 @@ def page(found: Scaling) -> str:
     ]
     rows += [_cells(row) for row in found.rows]
     lines = [f"--parallel {found.parallel}, {found.precision}", "", table(rows, indent="  "), ""]
-    lines += [f"{row.kind}, {row.ranks} ranks: no times, since {row.failure}" for row in found.rows if row.failure]
+    lines += [
+        f"{row.kind}, {counted(row.ranks, 'rank')}: no times, since {row.failure}" for row in found.rows if row.failure
+    ]
     return "\n".join([*lines, *(f"left out: {words}" for words in found.left_out)])
 
 

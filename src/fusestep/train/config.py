@@ -328,7 +328,7 @@ def settings_of(given: Mapping[str, Any], *, file: str | None, resume: bool) -> 
 
     Raises: UserError for a bad file, or if there is no run to resume.
     """
-    chosen = {**(read_config_file(file) if file else {}), **given}
+    chosen = {**({} if file is None else read_config_file(file)), **given}
     if not (resume or chosen.get("resume")):
         return chosen
     out = chosen.get("out", TrainConfig.out)
@@ -348,5 +348,5 @@ def has_begun(given: Mapping[str, Any], *, file: str | None) -> bool:
 
     Raises: UserError for a bad file.
     """
-    chosen = {**(read_config_file(file) if file else {}), **given}
+    chosen = {**({} if file is None else read_config_file(file)), **given}
     return (Path(chosen.get("out", TrainConfig.out)) / run_folder.CONFIG).exists()
