@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide kernels from 9 columns on, and fewer programs than tiles, so that every loop goes round."""
 
-    def forward(width: int, multiprocessors: int, centred: bool) -> norm_forward.ForwardLaunch:
+    def forward(width: int, multiprocessors: int, centred: bool, itemsize: int) -> norm_forward.ForwardLaunch:
         if width > 8:
-            return norm_forward.ForwardLaunch(8, 1, None, 1)
-        return norm_forward.ForwardLaunch(8, 2, 2, 1, 2, reload=False)
+            return norm_forward.ForwardLaunch(8, 1, None, 1, wide=True)
+        sort = (width < 8) + centred  # one sort for each of the rest
+        columns: Any = ("late", "early", "kept")[sort]
+        return norm_forward.ForwardLaunch(8, 2, 2 if columns == "kept" else None, 1, 2, columns)
 
     def backward(*_: object) -> norm_backward.BackwardLaunch:
         return norm_backward.BackwardLaunch(8, 2, 2, 1, 2)
@@ -324,12 +327,18 @@ def test_backward_launch_fits_every_gpu_since_ampere(width: int, streams: int, c
     assert choice.rows & (choice.rows - 1) == choice.block & (choice.block - 1) == 0
 
 
-@given(width=st.integers(1, 200000), multiprocessors=st.sampled_from([4, 46, 108, 132, 170]), centred=st.booleans())
+@given(
+    width=st.integers(1, 200000),
+    multiprocessors=st.sampled_from([4, 46, 108, 132, 170]),
+    centred=st.booleans(),
+    itemsize=st.sampled_from([2, 4, 6, 8]),
+)
 @settings(deadline=None, max_examples=300)
-def test_forward_launch_is_lawful(width: int, multiprocessors: int, centred: bool) -> None:
-    choice = norm_forward.forward_launch(width, multiprocessors, centred)
-    assert choice.block >= width or (choice.rows, choice.programs) == (1, None)
-    assert choice.block >= width or width > 1024
+def test_forward_launch_is_lawful(width: int, multiprocessors: int, centred: bool, itemsize: int) -> None:
+    choice = norm_forward.forward_launch(width, multiprocessors, centred, itemsize)
+    assert choice.wide or choice.block >= width
+    assert not choice.wide or (choice.rows, choice.programs) == (1, None)
+    assert (choice.columns == "kept") == (choice.programs is not None)
     assert choice.rows * choice.block <= 32768
     assert 1 <= choice.warps <= 32
 

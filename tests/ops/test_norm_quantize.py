@@ -27,12 +27,13 @@ SCALE, AMAX = 0, 1
 def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide kernels from 33 columns on, and fewer programs than tiles, so that every loop goes round."""
 
-    def forward(width: int, multiprocessors: int, centred: bool) -> norm_forward.ForwardLaunch:
+    def launch(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
         if width > 32:
-            return norm_forward.ForwardLaunch(64, 1, None, 1)
-        return norm_forward.ForwardLaunch(32, 2, 3, 1, 2, reload=False)
+            return norm_forward.ForwardLaunch(64, 1, None, 1, wide=True)
+        columns: Any = ("late", "early", "kept")[width % 3]
+        return norm_forward.ForwardLaunch(32, 2, 3 if columns == "kept" else None, 1, 2, columns)
 
-    monkeypatch.setattr(norm_forward, "forward_launch", forward)
+    monkeypatch.setattr(norm_quantize_kernel, "quantize_launch", launch)
     monkeypatch.setattr(norm_quantize_kernel, "AMAX_PROGRAMS", 2)
     monkeypatch.setattr(module, "_known", {})
 
@@ -153,7 +154,7 @@ def test_wider_rows_on_the_device(width: int, scale: float) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
-@pytest.mark.parametrize("shape", [(19, 21), (7, 77)])
+@pytest.mark.parametrize("shape", [(19, 21), (5, 19), (6, 29), (7, 77)])
 @pytest.mark.parametrize("element", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("dtype", "centred", "has_residual", "scale"), [(E4M3, True, False, 0.0), (E5M2, False, True, 150.0)]

@@ -25,6 +25,7 @@ LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -53,9 +54,27 @@ def load_sum(x_ptr, residual_ptr, x_offset, residual_offset, mask, sum_ptr, EVIC
 
 
 @triton.jit
+def raw_columns(pointer, column, inside, NEUTRAL: tl.constexpr):
+    """A weight or bias for a block of columns; where there is none, the number that changes nothing.
+
+    All programs read them, so they are what the cache shall keep.
+    """
+    return (
+        NEUTRAL
+        if pointer is None
+        else tl.load(pointer + column, mask=inside, other=NEUTRAL, eviction_policy="evict_last")
+    )
+
+
+@triton.jit
+def columns_in_fp32(pointer, raw):
+    return raw if pointer is None else in_fp32(raw)
+
+
+@triton.jit
 def load_columns(pointer, column, inside, NEUTRAL: tl.constexpr):
-    """A weight or bias for a block of columns in fp32; where there is none, the number that changes nothing."""
-    return NEUTRAL if pointer is None else in_fp32(tl.load(pointer + column, mask=inside, other=NEUTRAL))
+    """raw_columns in fp32."""
+    return columns_in_fp32(pointer, raw_columns(pointer, column, inside, NEUTRAL))
 
 
 @triton.jit
@@ -67,7 +86,18 @@ def _zero_padding(x, in_width, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_tile(
+    x_ptr, residual_ptr, sum_ptr, row, rows, x_stride, residual_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Whole rows of x, or of x + residual, in fp32; `row` has shape (n, 1)."""
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < WIDTH)
+    return load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr, "")
+
+
+@triton.jit
 def normalised_tile(
+    x,
     x_ptr,
     residual_ptr,
     sum_ptr,
@@ -81,17 +111,15 @@ def normalised_tile(
     BLOCK: tl.constexpr,
     STATISTICS: tl.constexpr,
 ):
-    """Whole rows in registers, `row` of shape (n, 1): x − mean, and rstd.
+    """x − mean, and rstd, of the rows x that load_tile has loaded.
 
     Also stores the sum and the statistics, unless statistics_ptr is None.
     """
     column = tl.arange(0, BLOCK)[None, :]
     in_width = column < WIDTH
     in_rows = row < rows
-    mask = in_rows & in_width
-    x = load_sum(x_ptr, residual_ptr, row * x_stride + column, row * residual_stride + column, mask, sum_ptr, "")
     if residual_ptr is not None and statistics_ptr is not None:
-        tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
+        tl.store(sum_ptr + row * WIDTH + column, x, mask=in_rows & in_width)
     if STATISTICS == 2:
         mean = tl.div_rn(tl.sum(x, axis=1, keep_dims=True), WIDTH)
         x = _zero_padding(x - mean, in_width, WIDTH, BLOCK)
@@ -109,6 +137,47 @@ def normalised_tile(
     if statistics_ptr is not None:
         tl.store(statistics_ptr + row * STATISTICS, rstd, mask=in_rows)
     return x, rstd
+
+
+@triton.jit
+def _forward_tile(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    statistics_ptr,
+    weight,
+    bias,
+    tile,
+    rows,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Normalise and store a tile of ROWS rows."""
+    column = tl.arange(0, BLOCK)[None, :]
+    in_width = column < WIDTH
+    row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
+    x = load_tile(x_ptr, residual_ptr, sum_ptr, row, rows, x_stride, residual_stride, WIDTH, BLOCK)
+    if COLUMNS == "early":
+        weight = raw_columns(weight_ptr, column, in_width, 1.0)
+        bias = raw_columns(bias_ptr, column, in_width, 0.0)
+    x, rstd = normalised_tile(
+        *(x, x_ptr, residual_ptr, sum_ptr, statistics_ptr, row, rows, x_stride, residual_stride, eps),
+        *(WIDTH, BLOCK, STATISTICS),
+    )
+    if COLUMNS == "late":
+        weight = raw_columns(weight_ptr, column, in_width, 1.0)
+        bias = raw_columns(bias_ptr, column, in_width, 0.0)
+    y = x * rstd * columns_in_fp32(weight_ptr, weight) + columns_in_fp32(bias_ptr, bias)
+    tl.store(y_ptr + row * WIDTH + column, y, mask=(row < rows) & in_width)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -129,36 +198,25 @@ def _norm_forward_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     STATISTICS: tl.constexpr,
-    RELOAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Whole rows in registers, ROWS at a time; the loads of the next tiles are under way while one is worked on."""
-    program = tl.program_id(0).to(tl.int64)
+    """Whole rows in registers, ROWS at a time. Where weight and bias are kept, a program walks several tiles, and the
+    loads of the next are under way while one is worked on."""
+    tile = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
-    in_width = column < WIDTH
-    if not RELOAD:
-        kept_weight = load_columns(weight_ptr, column, in_width, 1.0)
-        kept_bias = load_columns(bias_ptr, column, in_width, 0.0)
-    tiles = (rows - 1) // ROWS + 1
-    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
-        mask = (row < rows) & in_width
-        x, rstd = normalised_tile(
-            x_ptr,
-            residual_ptr,
-            sum_ptr,
-            statistics_ptr,
-            row,
-            rows,
-            x_stride,
-            residual_stride,
-            eps,
-            WIDTH,
-            BLOCK,
-            STATISTICS,
+    if COLUMNS == "kept":
+        weight = load_columns(weight_ptr, column, column < WIDTH, 1.0)
+        bias = load_columns(bias_ptr, column, column < WIDTH, 0.0)
+        for following in tl.range(tile, (rows - 1) // ROWS + 1, tl.num_programs(0), num_stages=STAGES):
+            _forward_tile(
+                *(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, statistics_ptr, weight, bias, following),
+                *(rows, x_stride, residual_stride, eps, WIDTH, BLOCK, ROWS, STATISTICS, COLUMNS),
+            )
+    else:
+        _forward_tile(
+            *(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, statistics_ptr, 1.0, 0.0, tile),
+            *(rows, x_stride, residual_stride, eps, WIDTH, BLOCK, ROWS, STATISTICS, COLUMNS),
         )
-        weight = load_columns(weight_ptr, column, in_width, 1.0) if RELOAD else kept_weight
-        bias = load_columns(bias_ptr, column, in_width, 0.0) if RELOAD else kept_bias
-        tl.store(y_ptr + row * WIDTH + column, x * rstd * weight + bias, mask=mask)
 
 
 @triton.jit
@@ -256,10 +314,10 @@ def _norm_forward_wide_kernel(
 
 @dataclass(frozen=True)
 class ForwardLaunch:
-    """How the forward is launched: tiles of `rows` × `block`, walked by `programs` persistent programs.
+    """How the forward is launched: tiles of `rows` × `block`, or with `wide` a row a program, in blocks of columns.
 
-    A row wider than `block` takes the wide kernel, one row a program. `programs` is None for one program a tile. With
-    `reload` weight and bias are read where they are needed, instead of being kept in registers from the start.
+    Weight and bias are read once and "kept" in registers by `programs` persistent programs; or by each of one program
+    a tile, where `programs` is None, "early", right behind x, or "late", where they are needed.
     """
 
     block: int
@@ -267,15 +325,11 @@ class ForwardLaunch:
     programs: int | None
     warps: int
     stages: int = 1
-    reload: bool = True
+    columns: Literal["kept", "early", "late"] = "late"
+    wide: bool = False
 
 
-#: Rows wider than this, of RMSNorm and of LayerNorm, are walked in blocks; at most so wide they fit in registers.
-WIDEST_ROW = 32768
-WIDEST_CENTRED_ROW = 8192
-
-
-def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLaunch:
+def forward_launch(width: int, multiprocessors: int, centred: bool, itemsize: int) -> ForwardLaunch:
     """The launch for rows of a width, of LayerNorm (`centred`) or RMSNorm.
 
     One H200, bf16, 16384 rows, share of the byte floor for LayerNorm and RMSNorm. At width 768 twelve persistent
@@ -284,38 +338,61 @@ def forward_launch(width: int, multiprocessors: int, centred: bool) -> ForwardLa
     their loads join the pipeline); programs of two or more warps lose a tenth, since it is instructions, not bytes,
     that bound narrow rows. Three parts of 256 columns, which leave no lane idle, with stores marked as streamed: 0.87
     and 0.90; but what reads the rows next would not find them in the cache, and without the mark they gain nothing.
-    From 2048 on one program a row, a warp for each 1024 columns, at most eight: 0.89 and 0.93 at 2048, 0.95 at 4096,
-    where RMSNorm takes eight and 0.97, 0.96 and 0.97 at 8192, 0.97 at 16384 (RMSNorm); other warps lose up to 0.02,
-    persistent programs a tenth, weights kept in registers 0.06, loads marked as read once 0.02 to 0.05.
+
+    Wider rows take one program each, without a loop, which costs 0.01 and more where it goes round once. In registers
+    on four warps: 0.92 and 0.94 at 2048 (two: 0.90 and 0.93), LayerNorm 0.95 at 4096 (0.93 with its columns read late,
+    0.94 on eight warps), and 0.96 at 8192 on eight (0.92 with them read early, 0.91 on sixteen). An RMSNorm row of more
+    than 2048 columns is walked in blocks, twice, for less than holding it costs: in blocks of 4096 on 16 warps 0.985 at
+    8192 (0.955 in registers), 0.99 at 12288 (0.96), 0.97 at 16384; with a residual 0.99 at 4096 and 16384 (0.95 and
+    0.97). Rows of fewer bytes, or that leave much of their last block empty, in blocks of 2048 on eight: 0.956 at 4096
+    (0.945), 0.97 at 5120 (0.88 in blocks of 4096). Persistent programs lose a tenth, loads marked as read once 0.02 to
+    0.05.
 
     A LayerNorm row of 16384 in registers took 1.05 of what torch.compile took. In blocks of 4096 on 16 warps, the first
     pass marked as read again and the second as read for the last time, it took 0.99 (1.05 without the marks, 1.11 with
     8 warps or blocks of 8192). At 40000 columns blocks of 8192 on 16 warps took 0.70 (RMSNorm 0.86), of 4096 0.75.
+
+    Args: itemsize: bytes a column of all that is read of a row: x and the residual.
     """
     block = 1 << max(width - 1, 0).bit_length()
-    if block > (WIDEST_CENTRED_ROW if centred else WIDEST_ROW):
-        return ForwardLaunch(4096 if block == 16384 else 8192, 1, None, 16)
     if block <= 1024:
-        return ForwardLaunch(block, min(128, 2048 // block), 12 * multiprocessors, 1, 3, reload=False)
-    warps = 8 if block == 4096 and not centred else min(8, block // 1024)
-    return ForwardLaunch(block, 1, None, 32 if block == 32768 else warps)
+        return ForwardLaunch(block, min(128, 2048 // block), 12 * multiprocessors, 1, 3, "kept")
+    if width <= 1536:
+        return ForwardLaunch(block, 1, None, 2)
+    if block == 2048:
+        return ForwardLaunch(block, 1, None, 4)
+    if centred and block == 4096:
+        return ForwardLaunch(block, 1, None, 4, columns="early")
+    if centred and block == 8192:
+        return ForwardLaunch(block, 1, None, 8)
+    if block > 8192 or (width * itemsize > 8192 and -(-width // 4096) * 4096 <= 1.25 * width):
+        limit = 16384 if centred else 32768
+        return ForwardLaunch(4096 if block <= limit else 8192, 1, None, 16, wide=True)
+    return ForwardLaunch(2048, 1, None, 8, wide=True)
 
 
 def prepare_forward(
-    device: torch.device, rows: int, columns: int, width: int, x_stride: int, residual_stride: int, eps: float
+    device: torch.device,
+    rows: int,
+    columns: int,
+    width: int,
+    x_stride: int,
+    residual_stride: int,
+    eps: float,
+    itemsize: int,
 ) -> PreparedLaunch:
     """The launch on (x, residual, weight, bias, y, x + residual, statistics), None for what is not there.
 
     Rows of x and of the residual are `x_stride` and `residual_stride` apart, all else is contiguous; `columns` are
-    those of the statistics.
+    those of the statistics; `itemsize` as in forward_launch.
     """
-    choice = forward_launch(width, hardware.multiprocessors(device.index or 0), columns > 1)
+    choice = forward_launch(width, hardware.multiprocessors(device.index or 0), columns > 1, itemsize)
     numbers = (rows, x_stride, residual_stride, eps)
-    constants = {"WIDTH": width, "BLOCK": choice.block, "STAGES": choice.stages, "STATISTICS": columns}
-    constants["num_warps"] = choice.warps
-    if choice.block < width:
+    constants: dict[str, Any] = {"WIDTH": width, "BLOCK": choice.block, "STAGES": choice.stages}
+    constants |= {"STATISTICS": columns, "num_warps": choice.warps}
+    if choice.wide:
         return PreparedLaunch(_norm_forward_wide_kernel, (rows,), device, numbers, **constants)
-    constants |= {"ROWS": choice.rows, "RELOAD": choice.reload}
+    constants |= {"ROWS": choice.rows, "COLUMNS": choice.columns}
     tiles = -(-rows // choice.rows)
     programs = tiles if choice.programs is None else min(choice.programs, tiles)
     return PreparedLaunch(_norm_forward_kernel, (programs,), device, numbers, **constants)

@@ -206,7 +206,8 @@ def _first_forward(
         )
     total_dtype = x.dtype if residual is None else sum_dtype(x, residual)
     rows, columns = x.numel() // width, statistics_columns(total_dtype, centred)
-    launch = prepare_forward(x.device, rows, columns, width, x_stride, residual_stride, eps)
+    itemsize = x.element_size() + (0 if residual is None else residual.element_size())
+    launch = prepare_forward(x.device, rows, columns, width, x_stride, residual_stride, eps, itemsize)
     known = KnownForward(
         op_name(centred),
         x.device,
