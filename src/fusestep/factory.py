@@ -78,21 +78,22 @@ def built(who: str, name: str, before_call: Callable[[], None] = lambda: None) -
 def guarded(what: str, call: Callable[[], Any]) -> Any:
     """The result of the user's code; its error in one sentence, since it is theirs to mend.
 
-    Memory that runs out is nobody's fault, and raised as it is.
+    So is its leaving by sys.exit, as a script does that reads the command line when it is imported. Memory that runs
+    out is nobody's fault, and raised as it is.
     """
     from fusestep.memory import ran_out
 
     try:
         return call()
-    except Exception as error:
-        if ran_out(error):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, Exception) and ran_out(error):
             raise
         message = str(error).partition("\n")[0]
-        said = f"{type(error).__name__}: {message}{_place_of(error)}"
+        said = type(error).__name__ + (f": {message}" if message else "") + _place_of(error)
         raise UserError(f"{what} ({said}); correct it, or name another.") from error
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     """Where the user's code was when an error came; nothing where it was not under way.
 
     What libraries, Python's own among them, did for it is not theirs to mend.

@@ -36,6 +36,13 @@ def hungry(size):
     return nn.Linear(size, size)
 def deep():
     return nn.Linear(-1, 3)
+def empty():
+    assert made is None
+def leaves():
+    raise SystemExit(0)
+def chats():
+    print("made")
+    return nn.LayerNorm(8)
 """
 
 
@@ -44,9 +51,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a user's modules; what is imported from it is forgotten."""
     (tmp_path / "my_models.py").write_text(MODEL)
     (tmp_path / "my_broken.py").write_text("import torch\nimport no_such_package_at_all\n")
+    (tmp_path / "my_script.py").write_text("import sys\nsys.exit()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("my_models", "my_broken"):
+    for name in ("my_models", "my_broken", "my_script"):
         monkeypatch.delitem(__import__("sys").modules, name, raising=False)
     return tmp_path
 
@@ -86,6 +94,15 @@ def test_a_factory_may_be_a_method_or_the_model_itself(capsys: pytest.CaptureFix
     assert "one kernel each way" in capsys.readouterr().out
 
 
+def test_what_a_factory_prints_is_not_in_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert("--model", "my_models:chats", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["schema"] == 1
+    assert err.startswith("made\n")
+    assert convert("--model", "my_models:chats") == 0
+    assert capsys.readouterr().out.startswith("made\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -99,6 +116,9 @@ def test_a_factory_may_be_a_method_or_the_model_itself(capsys: pytest.CaptureFix
         (("my_models:absent",), "my_models has no absent; pass the name of a function"),
         (("my_models:number",), "is of type int; pass the name of a function"),
         (("my_models:broken",), "fails (RuntimeError: no weights, at "),
+        (("my_models:empty",), "my_models:empty() fails (AssertionError, at "),
+        (("my_models:leaves",), "my_models:leaves() fails (SystemExit: 0, at "),
+        (("my_script:factory",), "my_script cannot be imported (SystemExit, at "),
         (("my_models:none",), "gives int; let it return a torch.nn.Module."),
         (("my_models:hungry",), "missing 1 required positional argument: 'size'"),
         (("my_models:factory", "--fp8", "int8"), "--fp8 is 'int8'; choose one of delayed, current, block, mxfp8."),

@@ -63,11 +63,11 @@ def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
             "runs/a/model.pt would be larger than the limit of a file's size allows (File too large); "
             "raise the limit (ulimit -f), or choose another folder.",
         ),
-        (MemoryError(), 2, "out of memory on this machine; lower --batch, or choose a smaller --preset."),
+        (MemoryError(), 2, "out of memory on this machine; take a smaller model or batch."),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
             2,
-            "out of GPU memory, after a peak of 0.00 GiB; lower --batch, or choose a smaller --preset.",
+            "out of GPU memory, after a peak of 0.00 GiB; take a smaller model or batch.",
         ),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from typing import Annotated, cast, get_args
 
 import typer
@@ -47,12 +49,14 @@ def command(
     if recipe is None and (fp8_skip or any(fp8_keep_blocks)):
         option = "--fp8-skip" if fp8_skip else "--fp8-keep-blocks"
         raise UserError(f"{option} names linear layers that FP8 leaves, and --fp8 is not given; pass it too.")
-    report = convert(
-        built_model("--model", model),
-        skip=skip or (),
-        fp8=recipe,
-        fp8_skip=fp8_skip or (),
-        fp8_keep_blocks=fp8_keep_blocks,
-        dry_run=True,
-    )
+    # What the user's code prints does not belong into the object.
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        report = convert(
+            built_model("--model", model),
+            skip=skip or (),
+            fp8=recipe,
+            fp8_skip=fp8_skip or (),
+            fp8_keep_blocks=fp8_keep_blocks,
+            dry_run=True,
+        )
     typer.echo(json.dumps(report.as_dict(), indent=2, allow_nan=False) if as_json else str(report))

@@ -117,7 +117,7 @@ def _out_of_memory(error: Exception) -> str | None:
     """The sentence for memory that ran out on a GPU or on the host; the trainer adds what filled it."""
     if not memory.ran_out(error):
         return None
-    mend = "lower --batch, or choose a smaller --preset."
+    mend = "take a smaller model or batch."
     if memory.ran_out_on_gpu(error):
         peak = sys.modules["torch"].cuda.max_memory_allocated() / memory.GIB
         return f"out of GPU memory, after a peak of {peak:.2f} GiB; {mend}"
