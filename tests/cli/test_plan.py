@@ -45,6 +45,20 @@ def test_tables_name_every_line_with_its_formula_and_its_figures(capsys: pytest.
     assert "GPU hours for 300 G tokens" in flat
 
 
+def test_one_of_a_thing_is_told_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--layers", "1", "--heads", "1", "--batch", "1", "--gpus", "1", "--tokens", "1") == 0
+    page = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "| 1 layer ×",
+        " 1 head,",
+        "| 1 sequence ×",
+        "| 1 GPU,",
+        " 1 step for 1 token,",
+        "for 1 token Figures",
+    ):
+        assert words in page
+
+
 def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, *SPREAD)
     assert found["schema"] == 1

@@ -72,7 +72,10 @@ def command(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Timed steps a process. [default: up to 36 on a GPU, 24 on a CPU, 12 of long ones]"),
+        typer.Option(
+            help="Timed steps a process, rounded up to a multiple of 12. [default: up to 36 on a GPU, 24 on a CPU, "
+            "12 of long ones]"
+        ),
     ] = None,
     gate_steps: Annotated[
         int | None, typer.Option(help="Steps of the correctness gate. [default: 200 on a GPU, 40 on a CPU]")

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fusestep.plan import Estimate
 from fusestep.plan.line import Line, gibibytes, short
+from fusestep.tables import counted
 
 #: Columns of a page that is not a terminal's.
 _WIDTH = 150
@@ -57,7 +58,11 @@ def show(plan: Estimate, console: Console | None = None) -> None:
     console.print(
         f"{work.tokens:,} tokens a step, {totals['tokens_per_second']:,.0f} tokens/s, "
         f"{plan.flops_per_gpu / 1e12:,.0f} TFLOP/s a GPU"
-        + (f", {totals['gpu_hours']:,.0f} GPU hours for {short(plan.tokens or 0)} tokens" if plan.tokens else ""),
+        + (
+            f", {totals['gpu_hours']:,.0f} GPU hours for {short(plan.tokens)} token{'s' * (plan.tokens != 1)}"
+            if plan.tokens
+            else ""
+        ),
         markup=False,
     )
     _figures(console, plan)
@@ -67,11 +72,11 @@ def where(plan: Estimate) -> str:
     """How it is trained, and on what."""
     work, mesh = plan.work, plan.work.layout
     kind = f"{work.precision}" + (f" ({work.recipe})" if work.precision == "fp8" else "")
-    gpus = f"{work.gpus:,} GPU" + ("s" if work.gpus > 1 else "")
+    gpus = counted(work.gpus, "GPU")
     checkpoints = ", activations of blocks recomputed" if work.activation_checkpointing else ""
     return (
         f"{kind}, {work.weights} weights, form {work.form}, {'one graph' if work.graph else 'eager'}{checkpoints} | "
-        f"{work.batch} sequences × {work.accumulate} a step | {gpus}, --parallel {work.parallel}: "
+        f"{counted(work.batch, 'sequence')} × {work.accumulate} a step | {gpus}, --parallel {work.parallel}: "
         f"ranks to a product {mesh.tensor}, to a sequence {mesh.context}, to a weight {mesh.shards}, and such groups "
         f"{mesh.replicas}"
     )

@@ -21,6 +21,7 @@ from fusestep.nn.fused_norm import product_dtype
 from fusestep.ops.cross_entropy import Reduction
 from fusestep.ops.linear_cross_entropy import linear_cross_entropy
 from fusestep.ops.norm import normalise
+from fusestep.tables import counted
 
 _BLOCKS: dict[str, Callable[[GPTConfig], nn.Module]] = {
     "seed": SeedBlock,
@@ -198,8 +199,9 @@ class GPT(nn.Module):
         """The form, the parameter count and the dimensions in one line."""
         c = self.config
         return (
-            f"{c.form} GPT: {self.parameter_count() / 1e6:.1f} M parameters | {c.layers} layers × {c.width} wide, "
-            f"{c.heads} heads, feed-forward {c.ffn_width}, context {c.context}, vocabulary {c.symbols}"
+            f"{c.form} GPT: {self.parameter_count() / 1e6:.1f} M parameters | {counted(c.layers, 'layer')} × "
+            f"{c.width} wide, {counted(c.heads, 'head')}, feed-forward {c.ffn_width}, "
+            f"context {c.context}, vocabulary {c.symbols}"
             + (f" (padded to {c.vocab_size})" if c.symbols != c.vocab_size else "")
             + (", head tied" if c.tied_head else "")
         )

@@ -12,6 +12,7 @@ from fusestep.errors import UserError
 from fusestep.plan.line import Line, gibibytes, short
 from fusestep.plan.rates import Rates
 from fusestep.plan.work import Work
+from fusestep.tables import counted
 
 _DAY = 86400.0
 
@@ -75,7 +76,7 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
             "between checkpoints",
             every,
             "√(2 · a checkpoint · between failures)",
-            f"√(2 · {saving:,.1f} s · {apart:,.0f} s): every {max(1, round(every / step)):,} steps",
+            f"√(2 · {saving:,.1f} s · {apart:,.0f} s): every {counted(max(1, round(every / step)), 'step')}",
             ("storage", "failures"),
         ),
     ]
@@ -92,7 +93,8 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
                 "the whole run",
                 seconds,
                 "steps · step / (1 − share lost to checkpoints, work done again and restarts)",
-                f"{steps:,} steps for {short(tokens)} tokens, lost {lost:.1%}: {seconds / _DAY:,.1f} days",
+                f"{counted(steps, 'step')} for {short(tokens)} token{'s' * (tokens != 1)}, "
+                f"lost {lost:.1%}: {seconds / _DAY:,.1f} days",
                 ("storage", "failures", "restart"),
             ),
         ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from fusestep.errors import UserError
 from fusestep.models import PRESETS, GPTConfig
+from fusestep.tables import counted
 
 #: More than any model; what exceeds it is a slip of the keyboard.
 LARGEST = 2**31
@@ -145,8 +146,8 @@ class Shape:
         kv = "" if self.groups == self.heads else f" over {self.groups} keys and values"
         kind = ("gated, " if self.gated else "") + ("" if self.biases else "no biases, ")
         return (
-            f"{self.parameters / 1e6:,.1f} M parameters | {self.layers} layers × {self.width} wide, "
-            f"{self.heads} heads{kv}, feed-forward {self.ffn_width}, {kind}"
+            f"{self.parameters / 1e6:,.1f} M parameters | {counted(self.layers, 'layer')} × {self.width} wide, "
+            f"{counted(self.heads, 'head')}{kv}, feed-forward {self.ffn_width}, {kind}"
             f"context {self.context}, vocabulary {self.vocab_size}"
         )
 
