@@ -190,6 +190,7 @@ def test_whole_sequences_need_no_mask_in_training_and_all_others_have_theirs(
     calls = {
         "whole": (tokens | plain, True, False),
         "whole, with a cache of its own": (tokens | {"use_cache": True}, False, False),
+        "whole, and how many tokens count": (tokens | plain | {"num_items_in_batch": torch.tensor(33)}, True, False),
         "padded": (tokens | plain | {"attention_mask": padded}, False, False),
         "packed": (tokens | plain | {"position_ids": packed}, True, True),
     }

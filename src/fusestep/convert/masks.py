@@ -26,6 +26,8 @@ from fusestep.convert.patterns import Pattern, Stage, positional_names
 
 #: What a call may give for its tokens, and what it may want of them.
 _TOKENS = ("input_ids", "inputs_embeds")
+#: Tensors that models hand down to one another and that say nothing of masks: how many tokens a loss is divided by.
+_OF_LOSSES = ("num_items_in_batch",)
 #: Fewer tokens than these attributes of a configuration say see all that came before.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 #: The name of an attention that the library knows no masks of.
@@ -60,6 +62,8 @@ class UnmaskedModel(Kind):
             return False
         given = dict(zip(self.known_names, args, strict=False)) | kwargs
         tokens = [given.pop(name, None) for name in _TOKENS]
+        for name in _OF_LOSSES:
+            given.pop(name, None)
         # Switches and numbers decide about outputs alone; a tensor or a cache may decide about the mask.
         if not all(one is None or isinstance(one, (bool, int, float, str)) for one in given.values()):
             return False
