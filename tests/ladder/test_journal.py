@@ -173,7 +173,7 @@ def test_a_rung_that_failed_stays_failed_and_is_not_asked_again(table: Table, tm
     ("losses", "why"),
     [
         ([3.0, float("nan"), 2.0], "has a loss that is not finite at step 2"),
-        ([0.0, -0.0, 0.0], "has a loss of 0 at each of 3 steps, so nothing trains"),
+        ([0.0, -0.0, 0.0], "has a loss of 0 over 3 steps, so nothing trains"),
         (None, "did not run: out of memory; lower --batch"),
     ],
 )

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from fusestep.ladder import Ladder
+from fusestep.ladder.gate import judge
 from fusestep.ladder.run import _compared
 from fusestep.ladder.rungs import RUNGS
 from fusestep.ladder.verdict import Conclusion, Finding, conclude
+from fusestep.ladder.words import model
 
 Make = Callable[..., Ladder]
 
@@ -335,3 +337,13 @@ def test_how_far_it_carries_comes_last(make_ladder: Make, made: Any) -> None:
     said = conclude(make_ladder({"adam": made(SLOW), "amp": made(FAST)}))
     assert said.remarks[-1].startswith("This holds for this model, batch, data and machine, over 3 rounds;")
     assert remark(said, "The correctness gate was passed by all").endswith("A longer training may tell more.")
+
+
+def test_one_of_a_thing_is_told_in_the_singular(make_ladder: Make, made: Any) -> None:
+    measured = make_ladder({"adam": made(SLOW), "amp": made(FAST)})
+    plan = measured.plan | {"gate_steps": 1, "tokens_per_step": 1, "parameters": 1}
+    one = replace(measured, plan=plan | {"model": measured.plan["model"] | {"layers": 1}})
+    assert "after 1 step on text" in remark(conclude(one), "The correctness gate was passed by all")
+    assert ": 1 parameter, 1 layer × " in model(one)
+    assert model(one).endswith("(1 token a step)")
+    assert "its loss after 1 step is" in judge([9.0], [1.0], [1.0], "fp32").reason

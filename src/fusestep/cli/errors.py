@@ -3,7 +3,7 @@
     0    done
     1    the command's own answer is no (`fusestep doctor --require`)
     2    something that a person can mend: one sentence on stderr
-    130  interrupted; 143 where a command saves at SIGTERM and ends, 129 at SIGHUP
+    130  interrupted; 143 where a command ends at SIGTERM by itself, having kept what it had, 129 at SIGHUP
     141  the reader of a pipe went away; said to nobody, as every program that SIGPIPE ends
 
 Any other exception is a defect of ours and keeps its traceback.

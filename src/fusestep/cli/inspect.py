@@ -11,7 +11,7 @@ import typer
 
 from fusestep.errors import UserError
 from fusestep.fp8.statistics import TensorStatistics
-from fusestep.tables import table
+from fusestep.tables import counted, table
 from fusestep.train.inspection import Inspection, inspect, statistics_of_run
 
 SCHEMA = 1
@@ -63,7 +63,7 @@ def _as_text(found: Inspection) -> str:
     rows += [_cells(row, found.history_length, is_counted=is_counted) for row in found.tensors]
     lines = [
         f"{found.checkpoint.path}: step {found.checkpoint.step}, delayed scaling, "
-        f"amaxes of the last {found.history_length} steps",
+        f"amaxes of the last {counted(found.history_length, 'step')}",
         "",
         table(rows),
         "",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, cast, get_args
 
 import typer
@@ -167,13 +172,14 @@ def command(
         _say_where(folder, left_out, f"the ladder in {folder} is finished, so nothing was measured;", err=as_json)
         return
     try:
-        measured = _measure(config, folder, resume)
+        with _leaves_at_sigterm():
+            measured = _measure(config, folder, resume)
         try:
             # Before it is shown, since whoever reads that may leave first, as head does.
             left_out = report.save(measured, folder)
         finally:
             _print(measured, as_json=as_json)
-    except (KeyboardInterrupt, OSError):
+    except (KeyboardInterrupt, _Terminated, OSError):
         if (folder / journal.FILE).exists():
             typer.echo(
                 f"{folder / journal.FILE} keeps what is measured; the same command with --resume goes on.", err=True
@@ -182,6 +188,27 @@ def command(
     _say_where(folder, left_out, "", err=as_json)
     if all(result.failure is not None for result in measured.rungs):
         raise typer.Exit(1)
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came; the exit status says so."""
+
+
+@contextlib.contextmanager
+def _leaves_at_sigterm() -> Iterator[None]:
+    """While entered, SIGTERM raises instead of ending the process at once, so that it is told how to go on."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise _Terminated(128 + number)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _measure(config: LadderConfig, out: Path, resume: bool) -> Ladder:

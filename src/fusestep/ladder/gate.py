@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusestep.ladder.rungs import Precision
+from fusestep.tables import counted
 
 #: The corpus of the gate, whatever is timed: arithmetic sequences are learnt too fast to tell two runs apart.
 DATA = "text:stdlib"
@@ -168,6 +169,6 @@ def judge(
         deviation,
         tolerance,
         noise,
-        f"its loss after {len(curve)} steps is {_away(loss, deviation, of_rung_1, reference, scale)}; allowed is "
-        f"{limit}",
+        f"its loss after {counted(len(curve), 'step')} is {_away(loss, deviation, of_rung_1, reference, scale)}; "
+        f"allowed is {limit}",
     )

@@ -27,6 +27,7 @@ from fusestep.ladder.results import ContenderResult, Ladder, RungResult, compare
 from fusestep.ladder.rungs import RUNGS, Recipe, Rung
 from fusestep.ladder.statistics import METHOD
 from fusestep.ladder.worker import FORKS
+from fusestep.tables import counted
 
 
 def ladder(
@@ -94,7 +95,7 @@ def run(plan: Plan, here: dict[str, object], rungs: Sequence[Rung], progress: Pr
                 raise _without_first(journal, first, f"has a loss that is not finite at step {wrong}")
             if reply.done is not None and gate.is_all_zero(curve) and asked.key == f"gate: {first}":
                 raise _without_first(
-                    journal, first, f"has a loss of 0 at each of {len(curve)} steps, so nothing trains"
+                    journal, first, f"has a loss of 0 over {counted(len(curve), 'step')}, so nothing trains"
                 )
             journal.keep({asked.key: reply})
             return reply.done

@@ -168,9 +168,9 @@ def _gate(ladder: Ladder) -> list[str]:
     worst, verdict = max(judged[1:], key=lambda pair: pair[1].deviation)
     where = "on text" if ladder.plan.get("factory") is None else "on its own batches"
     return [
-        f"The correctness gate was passed by all that were judged: after {ladder.plan['gate_steps']} steps {where} "
-        f"the loss furthest from {ladder.rungs[0].rung.name}'s is {worst}'s, {verdict.deviation:.3%} off. A longer "
-        "training may tell more."
+        "The correctness gate was passed by all that were judged: after "
+        f"{counted(ladder.plan['gate_steps'], 'step')} {where} the loss furthest from {ladder.rungs[0].rung.name}'s is "
+        f"{worst}'s, {verdict.deviation:.3%} off. A longer training may tell more."
     ]
 
 

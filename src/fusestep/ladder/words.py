@@ -24,20 +24,22 @@ def model(ladder: Ladder) -> str:
     plan = ladder.plan
     if plan.get("factory") is not None:
         return (
-            f"--model {plan['factory']}: {plan['described']['kind']} of {_many(plan['parameters'])} parameters, "
-            f"{plan['tokens_per_step']} tokens a step"
+            f"--model {plan['factory']}: {plan['described']['kind']} of {_parameters(plan['parameters'])}, "
+            f"{counted(plan['tokens_per_step'], 'token')} a step"
         )
     sizes = plan["model"]
     return (
-        f"preset {plan['preset']}: {_many(plan['parameters'])} parameters, {sizes['layers']} layers × "
+        f"preset {plan['preset']}: {_parameters(plan['parameters'])}, {counted(sizes['layers'], 'layer')} × "
         f"{sizes['width']} wide, context {sizes['context']}, vocabulary {sizes['vocab_size']}, "
-        f"batch {plan['batch']} ({plan['tokens_per_step']} tokens a step)"
+        f"batch {plan['batch']} ({counted(plan['tokens_per_step'], 'token')} a step)"
     )
 
 
-def _many(count: int) -> str:
-    """A number of parameters: "950", "12.3 K", "28.9 M"."""
-    return next((f"{count / unit:,.1f} {name}" for unit, name in ((1e6, "M"), (1e3, "K")) if count >= unit), str(count))
+def _parameters(count: int) -> str:
+    """A number of parameters: "950 parameters", "12.3 K parameters", "28.9 M parameters"."""
+    units = ((1e6, "M"), (1e3, "K"))
+    short = next((f"{count / unit:,.1f} {name} parameters" for unit, name in units if count >= unit), None)
+    return counted(count, "parameter") if short is None else short
 
 
 def steps_in_words(ladder: Ladder) -> str:
