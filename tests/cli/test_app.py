@@ -116,6 +116,15 @@ def test_an_interrupted_command_ends_with_130(
     assert capsys.readouterr().err == "fusestep train: interrupted\n"
 
 
+def interrupt_while_imported(folder: Path) -> None:
+    """A NumPy that interrupts whoever imports it, and cannot be imported."""
+    (folder / "numpy.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "raise ModuleNotFoundError('numpy')\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arrangement", "status", "said"),
     [(signal.SIG_DFL, 130, "fusestep: interrupted\n"), (signal.SIG_IGN, 0, "")],
@@ -124,11 +133,7 @@ def test_no_import_takes_an_interrupt_for_its_own_failure(
     arrangement: signal.Handlers, status: int, said: str, tmp_path: Path
 ) -> None:
     """torch does without NumPy where its import fails; the command went on as if nobody had pressed Ctrl-C."""
-    (tmp_path / "numpy.py").write_text(
-        "import os, signal\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
-        "raise ModuleNotFoundError('numpy')\n"
-    )
+    interrupt_while_imported(tmp_path)
     ended = subprocess.run(
         [sys.executable, "-m", "fusestep", "plan"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -138,6 +143,20 @@ def test_no_import_takes_an_interrupt_for_its_own_failure(
     )
     assert ended.returncode == status
     assert [line for line in ended.stderr.splitlines(keepends=True) if "interrupted" in line] == said.splitlines(True)
+
+
+def test_so_it_does_where_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    interrupt_while_imported(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fusestep", "plan"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stdout) == (130, b"")
 
 
 def test_a_command_that_has_begun_gets_an_interrupt_as_an_exception(

@@ -86,8 +86,10 @@ def at_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator
 def leave(_number: int, _frame: FrameType | None) -> None:
     """Leave at once. For the time before a command has begun: most of it is imports, and packages that try to import
     others, as torch does NumPy, take a KeyboardInterrupt for one that is missing, and go on."""
-    os.write(2, b"fusestep: interrupted\n")
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, b"fusestep: interrupted\n")
+    finally:  # also where nobody reads that: an error would go the way of the KeyboardInterrupt
+        os._exit(INTERRUPTED)
 
 
 def mendable(error: Exception) -> str | None:
