@@ -51,6 +51,9 @@ def test_what_keeps_a_file_from_the_disk_is_told_of_its_own_name(
     with pytest.raises(FileNotFoundError) as other, durable.replacing(tmp_path / "a"):
         (tmp_path / "nowhere").read_bytes()
     assert other.value.filename == str(tmp_path / "nowhere")
+    with pytest.raises(ConnectionResetError) as unnamed, durable.replacing(tmp_path / "a"):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+    assert unnamed.value.filename is None
     assert list(tmp_path.iterdir()) == []
 
 

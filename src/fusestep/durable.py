@@ -101,14 +101,16 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _synced(path: Path, name: Path) -> Iterator[BinaryIO]:
-    """A file to write, on the disk when the block ends; an error says of `name`, which it gets then, what is wrong."""
+    """A file to write, on the disk when the block ends; an error of its own says of `name`, which it gets then, what is
+    wrong."""
     try:
         with path.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.filename in (None, path, str(path)):
+        # What names no file may be of something that the block reads, unless nothing but writing meets it.
+        if error.filename in (path, str(path)) or (error.filename is None and error.errno in (*FULL, errno.EFBIG)):
             error.filename = str(name)
         raise
 
