@@ -110,6 +110,21 @@ def test_micro_batches_make_the_gradient_of_the_whole(device: torch.device) -> N
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_a_batch_may_come_by_name(device: torch.device) -> None:
+    model = plain(device)
+    twin = copy.deepcopy(model)
+    named, placed = (
+        TrainStep(m, mean_square, FusedAdam(m.parameters(), **OPTIONS), accumulate=2) for m in (model, twin)
+    )
+    for x, y in batches(6, device):
+        assert torch.equal(named(y=y, x=x), placed(x, y))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    x, y = batches(1, device)[0]
+    assert torch.equal(named(x, y=y), placed(x, y))
+    assert bool(named.captures) == (device.type == "cuda")
+
+
 def test_before_runs_first_in_each_step(device: torch.device) -> None:
     model = plain(device)
     rate = torch.tensor(0.0, device=device)
@@ -149,6 +164,8 @@ def test_what_cannot_be_a_step_is_refused(device: torch.device) -> None:
         TrainStep(model, lambda model, x, y: model(x) - y, optimizer)(x, y)
     with pytest.raises(UserError, match="loss_fn returned a value of type float"):
         TrainStep(model, lambda model, x, y: (model(x) - y).detach().mean().item(), optimizer)(x, y)
+    with torch.inference_mode(), pytest.raises(UserError, match=r"within torch\.inference_mode\(\) nothing has"):
+        TrainStep(model, mean_square, optimizer)(x, y)
     with pytest.raises(UserError, match="4 micro-batches do not divide"):
         TrainStep(model, mean_square, optimizer, accumulate=4)(x, y)
     with pytest.raises(UserError, match="accumulate is 0; pass a whole number of at least 1"):

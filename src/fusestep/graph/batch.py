@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import FunctionType, MemberDescriptorType
 from typing import Any
@@ -19,13 +19,14 @@ class Batch:
     """Arguments of a loss function.
 
     Args:
-        arguments: tensors, plain values, and containers of them.
+        arguments: tensors, plain values, and containers of them, by position.
+        named: the same, by name.
     Raises: UserError for values that cannot be compared from batch to batch, for tensors with a history, and for
         parameters.
     """
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._leaves, self._form = tree_flatten(arguments)
+    def __init__(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._leaves, self._form = tree_flatten((arguments, named))
         for leaf in self._leaves:
             if isinstance(leaf, Tensor):
                 if leaf.grad_fn is not None or isinstance(leaf, nn.Parameter):
@@ -41,11 +42,10 @@ class Batch:
                     "mapping)."
                 )
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What was given, with the tensors of now."""
-        arguments: tuple[Any, ...] = tree_unflatten(self._leaves, self._form)
-        return arguments
+    def loss(self, loss_fn: Callable[..., Any], model: nn.Module) -> Any:
+        """What loss_fn returns for the model and what was given, with the tensors of now."""
+        arguments, named = tree_unflatten(self._leaves, self._form)
+        return loss_fn(model, *arguments, **named)
 
     @property
     def tensors(self) -> list[Tensor]:

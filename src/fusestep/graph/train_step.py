@@ -82,11 +82,11 @@ class TrainStep:
             each batch, and the loss is of that part.
             Attributes of its modules that are plain values, such as a dropout's p, are part of the graph and are
             compared; those of other kinds, such as a list, are not: after changing one call `reset()`.
-        loss_fn: called as loss_fn(model, *batch); returns the loss, one element, of which the gradient is taken. It
-            must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host wait, which
-            no graph can hold. In replays no Python runs, neither it nor hooks. Numbers, tensors and modules that it
-            reads from outside, such as a loss's weight in a closure or in a trainer, are compared too (reach.py says
-            how far): a change is a new capture.
+        loss_fn: called as loss_fn(model, *batch, **named); returns the loss, one element, of which the gradient is
+            taken. It must not look at values (`.item()`, `print(loss)`, an `if` on a tensor): that makes the host
+            wait, which no graph can hold. In replays no Python runs, neither it nor hooks. Numbers, tensors and
+            modules that it reads from outside, such as a loss's weight in a closure or in a trainer, are compared too
+            (reach.py says how far): a change is a new capture.
         optimizer: one of fusestep.optim (made `capturable` if it is not), or any whose step does not wait for the
             device: torch.optim.AdamW(capturable=True) and the like. Its gradients and the model's are None after a
             call.
@@ -161,19 +161,20 @@ class TrainStep:
         if capture:
             self._prepare()
 
-    def __call__(self, *batch: Any) -> Tensor:
+    def __call__(self, /, *batch: Any, **named: Any) -> Tensor:
         """Take a step.
 
         Args:
-            batch: what loss_fn takes after the model: tensors, also in dicts, lists and tuples. They may lie on the
-                host (pinned ones are copied without waiting) or on the model's device; anything else must be hashable
-                and is part of the graph.
+            batch, named: what loss_fn takes after the model, by position and by name: tensors, also in dicts, lists
+                and tuples. They may lie on the host (pinned ones are copied without waiting) or on the model's device;
+                anything else must be hashable and is part of the graph.
         Returns: the loss, 0-d, on the model's device, without a gradient.
         Raises: UserError for a loss of several elements or without a gradient, batches that cannot be cut into
-            micro-batches or come with a history, gradients that are there already, and an optimizer none of whose
-            parameters gets a gradient. Where loss_fn raises nothing is stepped, and no gradient stays.
+            micro-batches or come with a history, gradients that are there already, inference mode, and an
+            optimizer none of whose parameters gets a gradient. Where loss_fn raises nothing is stepped, and no
+            gradient stays.
         """
-        given = Batch(batch)
+        given = Batch(batch, named)
         self._check_gradients()
         if self._rest > 0:
             self._rest -= 1
@@ -220,6 +221,8 @@ class TrainStep:
     # One step
 
     def _check_gradients(self) -> None:
+        if torch.is_inference_mode_enabled():  # which enable_grad does not end
+            raise UserError("TrainStep: within torch.inference_mode() nothing has a gradient; call the step outside.")
         if any(has_gradient(group["params"]) for group in self.optimizer.param_groups):
             raise UserError(
                 "TrainStep: parameters of the optimizer have gradients from before, to which a step does not add; call "
@@ -267,7 +270,7 @@ class TrainStep:
     def _backward(self, part: Batch) -> Tensor:
         """The loss of one micro-batch, as it counts in the step's, after its backward pass."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            loss = self.loss_fn(self.model, *part.arguments)
+            loss = part.loss(self.loss_fn, self.model)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise UserError(f"TrainStep: loss_fn returned a value of {got}; return a tensor of one element.")
