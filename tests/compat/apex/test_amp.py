@@ -219,6 +219,45 @@ def test_what_cannot_be_is_refused() -> None:
         optimizer.step(lambda: 0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_scale": "high"}, "loss_scale is 'high'; pass a finite number above 0"),
+        ({"loss_scale": 0}, "loss_scale is 0"),
+        ({"loss_scale": math.inf}, "loss_scale is inf"),
+        ({"num_losses": 0}, "num_losses is 0"),
+        ({"models": {"net": model()}}, "a model is of type dict"),
+        ({"models": [model(), None]}, "a model is of type NoneType"),
+        ({"optimizers": model()}, "an optimizer is of type Sequential"),
+        ({"optimizers": torch.optim.SGD}, "an optimizer is of type type"),
+    ],
+)
+def test_other_things_than_models_optimizers_and_scales_are_refused(options: dict[str, Any], said: str) -> None:
+    net = model()
+    with pytest.raises(UserError, match=said):
+        amp.initialize(**{"models": net, "opt_level": "O2", **options})
+    assert net[0].weight.dtype is torch.float32
+    assert amp.state_dict() == {}
+
+
+def test_what_is_wrong_with_one_of_several_leaves_all_as_they_were() -> None:
+    net = model()
+    with pytest.raises(RuntimeError, match="wrapped in DataParallel"):
+        amp.initialize([net, nn.DataParallel(model())], opt_level="O3")
+    assert net[0].weight.dtype is torch.float32
+
+
+def test_a_loss_without_a_scaler_is_refused() -> None:
+    net = model()
+    net, optimizer = amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), loss_scale="128.0", num_losses=2)
+    for number in (2, -1):
+        with (
+            pytest.raises(UserError, match=rf"loss_id is {number} and initialize's num_losses was 2"),
+            amp.scale_loss(torch.ones(()), optimizer, loss_id=number),
+        ):
+            pass
+
+
 def test_state_dicts_of_o2_are_fp32() -> None:
     """Of the model, of a part of it, and of what holds it; they load back."""
     net = amp.initialize(model(), opt_level="O2", verbosity=0)

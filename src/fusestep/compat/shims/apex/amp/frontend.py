@@ -9,6 +9,7 @@ O3  fp16 model                                      1
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +66,8 @@ def initialize(
         patch_torch_functions: nothing but the level's own value.
         num_losses: loss scalers to keep. min_loss_scale, max_loss_scale: of dynamic ones.
         verbosity: without effect; nothing is printed.
-    Raises: UserError for values that do not exist; RuntimeError for what was initialised, or wrapped, before.
+    Raises: UserError for values that do not exist, and for what is no model or optimizer; RuntimeError for what was
+        initialised, or wrapped, before. Nothing is changed then.
     """
     served("apex.amp.initialize", "torch.autocast" if opt_level == "O1" else "torch")
     if opt_level not in _LEVELS:
@@ -82,7 +84,7 @@ def initialize(
         "cast_model_type": cast_model_type,
         "keep_batchnorm_fp32": _as_bool("keep_batchnorm_fp32", keep_batchnorm_fp32),
         "master_weights": _as_bool("master_weights", master_weights),
-        "loss_scale": loss_scale if loss_scale in (None, "dynamic") else float(loss_scale),
+        "loss_scale": _as_scale(loss_scale),
         "cast_model_outputs": cast_model_outputs,
     }
     given = {name: value for name, value in overrides.items() if value is not None}
@@ -90,6 +92,11 @@ def initialize(
         raise UserError(
             f"amp.initialize: {', '.join(sorted(given))} with O1, whose weights stay fp32; leave it out, or choose O2."
         )
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise UserError(f"amp.initialize: num_losses is {num_losses!r}; pass a whole number of at least 1.")
+    steppers, parts = _listed(optimizers), _listed(models)
+    if enabled:
+        _check(parts, steppers)
     properties = Properties(**{**vars(level), **given, "enabled": enabled})
     _amp_state.opt_properties = properties
     if not enabled:
@@ -98,15 +105,7 @@ def initialize(
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    steppers = _listed(optimizers)
-    for optimizer in steppers:
-        if hasattr(optimizer, "_amp_backward"):
-            raise RuntimeError("amp.initialize: this optimizer went through it before; pass each one once.")
-    for model in _listed(models):
-        if isinstance(model, _WRAPPERS):
-            raise RuntimeError(
-                f"amp.initialize: the model is wrapped in {type(model).__name__}; initialise it before that."
-            )
+    for model in parts:
         if properties.cast_model_type is not None:
             _cast(model, properties)
         if opt_level == "O2":
@@ -151,6 +150,45 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _check(models: list[Any], optimizers: list[Any]) -> None:
+    """Refuse, before anything is changed, what is no model or optimizer, was wrapped or went through this before."""
+    for what, others in (
+        ("a model", [one for one in models if not isinstance(one, nn.Module)]),
+        ("an optimizer", [one for one in optimizers if not _is_optimizer(one)]),
+    ):
+        if others:
+            raise UserError(
+                f"amp.initialize: {what} is of type {type(others[0]).__name__}; pass amp.initialize(model, optimizer), "
+                "or a list of either."
+            )
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_amp_backward"):
+            raise RuntimeError("amp.initialize: this optimizer went through it before; pass each one once.")
+    for model in models:
+        if isinstance(model, _WRAPPERS):
+            raise RuntimeError(
+                f"amp.initialize: the model is wrapped in {type(model).__name__}; initialise it before that."
+            )
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Also what wraps one, as LARC does."""
+    return not isinstance(value, type) and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def _as_scale(value: float | str | None) -> float | str | None:
+    """Apex takes a number's text too, from command lines."""
+    if value is None or value == "dynamic":
+        return value
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not 0.0 < scale < math.inf:
+        raise UserError(f'amp.initialize: loss_scale is {value!r}; pass a finite number above 0, or "dynamic".')
+    return scale
 
 
 def _as_bool(name: str, value: bool | str | None) -> bool | None:

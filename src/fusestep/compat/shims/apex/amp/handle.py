@@ -12,6 +12,7 @@ from torch import Tensor
 from apex.amp._amp_state import _amp_state
 from apex.amp._optimizer import Backward
 from fusestep.compat.report import served
+from fusestep.errors import UserError
 
 __all__ = ["disable_casts", "scale_loss"]
 
@@ -36,7 +37,7 @@ def scale_loss(
         model: without effect, as in Apex with initialize.
         delay_unscale: leave gradients scaled, for a later pass to unscale them together.
         delay_overflow_check: do not look, nor wait; a later pass looks at the sum.
-    Raises: RuntimeError before `initialize`.
+    Raises: RuntimeError before `initialize`; UserError for a loss_id that has no scaler.
     """
     properties = _amp_state.opt_properties
     if properties is None:
@@ -49,7 +50,13 @@ def scale_loss(
     if not all(hasattr(optimizer, "_amp_backward") for optimizer in steppers):
         raise RuntimeError("amp.scale_loss: an optimizer did not go through amp.initialize; pass it there too.")
     backwards: list[Backward] = [optimizer._amp_backward for optimizer in steppers]
-    scaler = _amp_state.loss_scalers[loss_id]
+    scalers = _amp_state.loss_scalers
+    if loss_id not in range(len(scalers)):
+        raise UserError(
+            f"amp.scale_loss: loss_id is {loss_id!r} and initialize's num_losses was {len(scalers)}; pass one from 0 "
+            f"to {len(scalers) - 1}, or a larger num_losses."
+        )
+    scaler = scalers[loss_id]
     scale = scaler.loss_scale()
     if scale == 1.0 and not scaler.dynamic and not any(backward.has_masters() for backward in backwards):
         yield loss.float()
