@@ -440,6 +440,7 @@ def test_16_bit_parameters_without_masters_warn_once(place: torch.device) -> Non
     with pytest.warns(UserWarning, match="master_weights=True") as caught:
         optimizer = FusedAdam(params[:1])
     assert len(caught) == 1
+    assert caught[0].filename == __file__  # not torch's constructor, which calls ours
     optimizer.add_param_group({"params": params[1:]})  # a second warning would fail the test
 
 
@@ -734,13 +735,16 @@ def test_the_same_steps_give_the_same_bits(place: torch.device) -> None:
         ({"lr": -1.0}, "lr is -1.0"),
         ({"lr": math.nan}, "lr is nan"),
         ({"lr": torch.ones(2)}, "lr is a tensor of shape"),
+        ({"lr": "1e-3"}, "lr is '1e-3'; pass a finite number"),  # as YAML reads 1e-3
         ({"betas": (1.0, 0.9)}, "betas is"),
         ({"betas": (0.9, -0.1)}, "betas is"),
         ({"betas": 0.9}, "betas is"),
+        ({"betas": ("0.9", 0.999)}, "betas is"),
         ({"eps": -1e-8}, "eps is"),
         ({"weight_decay": -0.1}, "weight_decay is"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is"),
+        ({"max_grad_norm": "1.0"}, "max_grad_norm is '1.0'"),
         ({"moment_dtype": torch.float16}, "moment_dtype is"),
     ],
 )

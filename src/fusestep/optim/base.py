@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -24,6 +25,9 @@ from fusestep.optim.state_layout import as_part, like
 from fusestep.optim.step_inputs import check_capture, check_sizes, common_max_norm, gathered, scaling_left_on
 from fusestep.optim.step_plan import State, StepPlan
 from fusestep.optim.weight_copies import first_master
+
+#: Packages between a script and the constructor of an optimizer.
+_PASSED_OVER = ("torch", "fusestep", "apex", "transformer_engine")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -160,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{self._who}: there are 16-bit parameters and master_weights is False, so updates smaller than their "
                 "spacing are lost (a bf16 weight at 1.0 moves by 1/128 or not at all); pass master_weights=True to "
                 "keep fp32 copies.",
-                stacklevel=2,
+                stacklevel=_callers_level(),
             )
 
     @overload
@@ -440,6 +444,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget()
         super().__setstate__(state)
         _watch_others()
+
+
+def _callers_level() -> int:
+    """The `stacklevel` of a warning that points to who built the optimizer, past torch, fusestep and its shims."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,22 +27,28 @@ def check_common(who: str, options: dict[str, Any]) -> None:
     else:
         check_numbers(who, options, "lr")
     check_numbers(who, options, "weight_decay")
-    if norm is not None and not norm > 0.0:
-        raise UserError(f"{who}: max_grad_norm is {norm}; pass a number above 0, or None to clip nothing.")
+    if norm is not None and not (_is_number(norm) and norm > 0.0):
+        raise UserError(f"{who}: max_grad_norm is {norm!r}; pass a number above 0, or None to clip nothing.")
 
 
 def check_numbers(who: str, options: dict[str, Any], *names: str) -> None:
     """Raises: UserError for an option that is negative or not finite."""
     for name in names:
-        if not 0.0 <= options[name] < math.inf:
-            raise UserError(f"{who}: {name} is {options[name]}; pass a finite number that is not negative.")
+        if not (_is_number(options[name]) and 0.0 <= options[name] < math.inf):
+            raise UserError(f"{who}: {name} is {options[name]!r}; pass a finite number that is not negative.")
 
 
 def check_betas(who: str, options: dict[str, Any]) -> None:
     """Raises: UserError for betas that are not two numbers in [0, 1)."""
     betas = options["betas"]
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (is_pair and all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in betas)):
         raise UserError(f"{who}: betas is {betas}; pass two numbers, each at least 0 and less than 1.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be compared with numbers: not the text that YAML makes of 1e-3, which it lacks a point to read."""
+    return isinstance(value, (Real, Tensor))
 
 
 def check_parameter(who: str, parameter: object, number: int) -> None:

@@ -426,8 +426,9 @@ def test_weights_that_are_loaded_after_the_optimizer_was_made_stay() -> None:
 
 def test_bf16_parameters_of_sgd_are_stepped_and_a_new_one_resets_no_other() -> None:
     params = parameters(torch.bfloat16)
-    with pytest.warns(UserWarning, match="master_weights=True"):
+    with pytest.warns(UserWarning, match="master_weights=True") as caught:
         optimizer = FusedSGD(params, 0.5, momentum=0.9)
+    assert caught[0].filename == __file__
     late = params[-1]
     before = [p.detach().clone() for p in params]
     give_gradients(params, 0)
