@@ -11,10 +11,12 @@ from torch import nn
 
 import fusestep
 from fusestep.errors import UserError
-from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fusestep.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, fp8_autocast
 from fusestep.fp8.copies import CopyFormat, WeightCopies, attach, copies_of, current_copy, revision
 from fusestep.fp8.held import Copies, drop_copies, give, part_of
 from fusestep.fp8.recipes import Recipe
+from fusestep.nn import Linear
+from fusestep.optim import FusedAdam
 
 
 def weight(rows: int = 5, columns: int = 7) -> nn.Parameter:
@@ -31,22 +33,37 @@ def test_asking_again_for_the_same_keeps_what_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "index", "transposed"),
-    [
-        (DelayedScaling(margin=2), 1, True),
-        (DelayedScaling(), 2, True),
-        (DelayedScaling(), 1, False),
-        (Float8CurrentScaling(), 0, True),
-    ],
+    ("recipe", "index"), [(DelayedScaling(margin=2), 1), (DelayedScaling(), 2), (Float8CurrentScaling(), 0)]
 )
-def test_asking_for_something_else_starts_anew(recipe: Recipe, index: int, transposed: bool) -> None:
+def test_asking_for_something_else_starts_anew(recipe: Recipe, index: int) -> None:
     w, slots = weight(), torch.zeros(3, 4)
     first = attach(w, DelayedScaling(), slots, 1)
     seen = revision()
-    second = attach(w, recipe, slots, index, transposed=transposed)
+    second = attach(w, recipe, slots, index)
     assert second is not first
     assert copies_of(w) is second
     assert revision() > seen
+
+
+def test_asking_for_more_starts_anew_and_for_less_does_not() -> None:
+    w = weight()
+    data = attach(w, Float8CurrentScaling(), transposed=False)
+    both = attach(w, Float8CurrentScaling())
+    assert both is not data
+    assert attach(w, Float8CurrentScaling(), transposed=False) is both
+
+
+def test_layers_that_share_a_weight_share_its_copies_though_they_want_more_and_less_of_them() -> None:
+    first, second = Linear(16, 16), Linear(16, 16)
+    second.weight = first.weight
+    optimizer = FusedAdam([first.weight], lr=0.01)
+    with fp8_autocast(recipe=Float8CurrentScaling()):
+        second(first(torch.randn(16, 16))).sum().backward()  # nobody wants the gradient of the first one's input
+        optimizer.step()
+        written = current_copy(first.weight)
+        assert written is not None
+        second(first(torch.randn(16, 16)))
+        assert current_copy(first.weight) is written
 
 
 def test_slots_that_moved_are_others() -> None:

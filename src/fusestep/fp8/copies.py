@@ -22,7 +22,7 @@ model and pickles are without them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,7 +50,8 @@ class CopyFormat:
         kind: "delayed" takes the scale of a slot, "current" that of the weight itself, "tiles" one for each 128 × 128
             elements, "microblocks" one for each 32 (MXFP8).
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        transposed: whether the transpose is wanted too, which the product for the input's gradient reads.
+        transposed: whether the transpose is wanted too, which the product for the input's gradient reads, or that
+            forward of a weight (in, out).
         margin, power_of_two: as of ops.quantize.
     """
 
@@ -209,10 +210,10 @@ def attach(
     *,
     transposed: bool = True,
 ) -> WeightCopies:
-    """Ask the optimizer for copies of a weight; asking again for the same keeps what is there.
+    """Ask the optimizer for copies of a weight; asking again for the same, or for less, keeps what is there.
 
     Args:
-        parameters: (out, in), or several of as many columns that are used put together.
+        parameters: (rows, columns), or several of as many columns that are used put together.
         recipe: how the module casts the weight.
         slots, index: under delayed scaling the module's slots, (n, 4) fp32, and the weight's place in them.
         transposed: whether the transpose is wanted too.
@@ -225,7 +226,8 @@ def attach(
     known = copies_of(parameters[0])
     if (
         known is None
-        or (known.form, known.index, known.heights) != (form, index, tuple(heights))
+        or known.form not in (form, replace(form, transposed=True))  # layers that share a weight may want less of it
+        or (known.index, known.heights) != (index, tuple(heights))
         or known.slots is not slots
         or not known.are_of(parameters)
     ):
