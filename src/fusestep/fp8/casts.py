@@ -103,10 +103,10 @@ class Casts:
         is_known: bool,  # noqa: ARG002
         in_by_out: bool,  # noqa: ARG002
     ) -> Planned | None:
-        """What casts and multiplies x (rows, in) and a weight (out, in) at once, or None where nothing does.
+        """What casts and multiplies x (rows, in) and a weight at once, or None where nothing does.
 
-        Args: bias (out,) or None; indices, columnwise: of x and of the weight as products read them; dtype: of the
-            output; is_known: whether the weight will come cast already; in_by_out: whether it is (in, out).
+        Args: weight: (out, in), or (in, out) if `in_by_out`; bias (out,) or None; indices, columnwise: of x and of the
+            weight as products read them; dtype: of the output; is_known: whether the weight will come cast already.
         """
         return None
 

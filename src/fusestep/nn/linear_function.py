@@ -5,6 +5,8 @@ needs of x and W in FP8 alone:
 
     y = q(x) · q(W)ᵀ + b        dx = q(dy) · q(W)        dW = q(dy)ᵀ · q(x)        db = Σ dy, before the cast
 
+Of a weight that is (in, out), as GPT-2's are, the transpose is W here, and its gradient is q(x)ᵀ · q(dy).
+
 A gradient that nobody needs is not computed, nor is the operand cast for it. Calls whose casts are planned go through
 planned_linear.py.
 """
