@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusestep.errors import UserError
 from fusestep.nn.functional import cross_entropy
+from fusestep.ops.cross_entropy_parts import find_parts
 from fusestep.ops.cross_entropy_rows import Options, write_rows
 
 IGNORED = -7
@@ -291,6 +292,28 @@ def test_rows_of_any_strides(device: torch.device) -> None:
 @pytest.mark.interpreter
 def test_kernel_follows_strides() -> None:
     check_layouts(torch.device("cpu"))
+
+
+@pytest.mark.interpreter
+def test_offsets_have_sixty_four_bits() -> None:
+    # Three rows 2^30 elements apart, in memory that is reserved but never touched between them.
+    far = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((3, 19), (2**30, 1)).copy_(torch.randn(3, 19) * 4)
+    check(far, torch.tensor([3, 18, 7]), None)
+    target = torch.tensor([5, 11, 12])
+    found = find_parts("cross_entropy", far, target, Options(IGNORED, 0.1, 0.0, 3.0), 2)
+    y = 3.0 * torch.tanh(far.double() / 3.0)
+    wanted = (y.amax(1), torch.exp(y - y.amax(1, keepdim=True)).sum(1), y[range(3), target - 2], y.sum(1))
+    torch.testing.assert_close(found.double(), torch.stack(wanted, 1), rtol=1e-5, atol=1e-5)
+    # And what is written: here the losses' gradients.
+    lse, gradient = torch.logsumexp(far.double(), 1), torch.empty_like(far).as_strided((3, 19), (19, 1))
+    place = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((3, 19), (2**30, 1))
+    for one in (gradient, place):
+        write_rows(
+            *("cross_entropy", far, target, None, Options(IGNORED, 0.0, 0.0, 0.0), lse.float()),
+            upstream=torch.ones(()),
+            gradient=one,
+        )
+    assert torch.equal(place, gradient)
 
 
 def test_no_token_at_all(device: torch.device) -> None:

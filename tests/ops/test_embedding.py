@@ -115,7 +115,72 @@ def test_kernels_order_the_keys_of_several_chunks(most: int, monkeypatch: pytest
     assert embedding_gradient.chunk_of(530) == (512 if most else 0)
     ids = torch.cat((torch.randint(9, (33, 10)), torch.full((20, 10), 4)))
     check(ids, 11, 2, torch.float32, padding=3)
+    check(IDS["in order"]((53, 10), 101), 101, 2, torch.float32)  # all of one chunk come before all of the next
     embedding_gradient._plan.cache_clear()
+
+
+@pytest.mark.interpreter
+def test_kernels_add_the_parts_of_an_id_from_more_blocks_than_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embedding_gradient, "PARTS", 2)
+    embedding_gradient._plan.cache_clear()
+    check(torch.cat((torch.randint(3, (1, 40)), torch.full((1, 260), 1)), 1), 3, 2, torch.float32)
+    embedding_gradient._plan.cache_clear()
+
+
+def check_row_strides(device: torch.device) -> None:
+    """Tables and gradients that are columns of wider ones: rows are as far apart as theirs."""
+    ids = torch.randint(9, (3, 7), device=device)
+    weight, positions = (torch.randn(9, width, device=device)[:, 2:7].requires_grad_() for width in (11, 13))
+    dy = torch.randn(3, 7, 17, device=device)[..., 4:9]
+    y = embedding(ids, weight, positions=positions)
+    assert torch.equal(y, weight[ids] + positions[:7])
+    found = torch.autograd.grad(y, (weight, positions), dy)
+    for gradient, wanted, scale in zip(found, *(exact(ids, one, 9, 9) for one in (dy, dy.abs())), strict=True):
+        assert_near(gradient, wanted, scale, TOLERANCE[torch.float32])
+
+
+def test_rows_may_lie_apart(device: torch.device) -> None:
+    check_row_strides(device)
+
+
+@pytest.mark.interpreter
+def test_kernels_follow_row_strides() -> None:
+    check_row_strides(CPU)
+
+
+@pytest.mark.interpreter
+def test_offsets_have_sixty_four_bits() -> None:
+    # Rows 2^30 elements apart, in memory that is reserved but never touched between them.
+    weight, positions, dy = (
+        torch.empty(2**31 + 64, dtype=torch.float16).as_strided((3, 5), (2**30, 1)).copy_(torch.randn(3, 5))
+        for _ in range(3)
+    )
+    ids = torch.tensor([[2, 0, 2]], dtype=torch.int32)
+    y = embedding(ids, weight.requires_grad_(), positions=positions.requires_grad_())
+    truth = weight.detach().double()[ids.long()] + positions.detach().double()
+    assert_near(y.detach(), truth, truth.abs() + 1, TOLERANCE[torch.float16])
+    found = torch.autograd.grad(y, (weight, positions), dy[None])
+    for gradient, wanted, scale in zip(found, *(exact(ids, one[None], 3, 3) for one in (dy, dy.abs())), strict=True):
+        assert_near(gradient, wanted, scale, TOLERANCE[torch.float16])
+
+
+@pytest.mark.gpu
+def test_tables_and_outputs_of_more_than_2_31_elements() -> None:
+    rows, width = 2**21 + 3, 1024
+    weight = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = torch.arange(width, device="cuda")
+    ids = torch.full((1, rows), rows - 1, device="cuda")
+    ids[0, :-1] = 0
+    y = embedding(ids, weight.requires_grad_())
+    assert torch.equal(y[0, -1], weight[-1])
+    assert not bool(y[0, -3:-1].any())
+    dy = torch.zeros_like(y)
+    dy[0, -1] = 3.0
+    (gradient,) = torch.autograd.grad(y, weight, dy)
+    assert bool((gradient[-1] == 3.0).all())
+    assert not bool(gradient[:-1].any())
 
 
 @pytest.mark.interpreter
@@ -172,6 +237,16 @@ def check_unknown_ids(device: torch.device) -> None:
 @pytest.mark.interpreter
 def test_kernels_give_nan_for_unknown_ids_and_no_gradient() -> None:
     check_unknown_ids(CPU)
+
+
+@pytest.mark.interpreter
+def test_kernels_write_nothing_beside_the_table_for_unknown_ids() -> None:
+    ids = torch.tensor([-1, 3, -2, 4, 5, 1, -1, 1 << 40])
+    memory = torch.full((9, 5), 7.0)
+    embedding_gradient.gradients(ids, torch.randn(8, 5), 8, -1, memory[3:7], None)
+    assert bool((memory[:3] == 7.0).all())
+    assert bool((memory[7:] == 7.0).all())
+    assert not bool((memory[3:7] == 7.0).any())
 
 
 @pytest.mark.gpu

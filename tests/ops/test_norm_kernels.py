@@ -37,6 +37,7 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_forward, "forward_launch", forward)
     monkeypatch.setattr(norm_backward, "backward_launch", backward)
     monkeypatch.setattr(norm_backward, "MEANS_BLOCK", 8)
+    monkeypatch.setattr(norm_backward, "SUM_ROWS", 1)
     monkeypatch.setattr(norm_backward, "LONE_TILES", 0)
     for known in ("_forwards", "_backwards"):
         monkeypatch.setattr(norm_ops, known, {})
@@ -222,6 +223,50 @@ def test_kernels_keep_large_means(width: int) -> None:
     assert not bool(constant.any())
 
 
+def check_where_all_counts(kind: str, x: Tensor, eps: float, tolerance: float) -> None:
+    """y and the gradients of x, weight and bias against float64, of rows where eps or the mean's last digits count."""
+    width = x.shape[-1]
+    x.requires_grad_()
+    weight, bias = ((torch.rand(width) + 0.5).requires_grad_() for _ in range(2))
+    if kind == "layer_norm":
+        leaves = [x, weight, bias]
+        y = layer_norm(x, (width,), weight, bias, eps)
+    else:
+        leaves = [x, weight]
+        y = rms_norm(x, (width,), weight, eps)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    centred = wide[0] - wide[0].mean(-1, keepdim=True) if kind == "layer_norm" else wide[0]
+    truth = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * wide[1]
+    truth = truth + wide[2] if kind == "layer_norm" else truth
+    dy = torch.randn(y.shape)
+    found, true = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, wide, dy.double())
+    for value, exactly in zip([y, *found], [truth, *true], strict=True):
+        difference = (value.detach().double() - exactly.detach()).norm()
+        assert float(difference / exactly.detach().norm()) <= tolerance
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [5, 8, 21])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_kernels_keep_what_the_means_rounding_lost_for_the_gradients(
+    width: int, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_chunks:
+        choice = norm_backward.BackwardLaunch(8, 1, 2, 1, 1, chunks=True)
+        monkeypatch.setattr(norm_backward, "backward_launch", lambda *_: choice)
+    # Neighbouring fp32 values are 0.06 apart there, so that a mean alone is off by a tenth of the spread.
+    check_where_all_counts("layer_norm", 1e6 + torch.randn(9, width) * 0.2, EPS, 2e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("width", [5, 8, 21])
+def test_kernels_add_eps_to_the_variance(kind: str, width: int) -> None:
+    check_where_all_counts(kind, torch.randn(5, width) * 1e-2, 3e-4, 1e-5)
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("width", [9, 16, 23, 31, 64])
@@ -303,7 +348,11 @@ def test_kernels_at_one_column() -> None:
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
 @pytest.mark.parametrize("width", [4, 20])
-def test_offsets_have_sixty_four_bits(width: int) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_offsets_have_sixty_four_bits(width: int, in_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_chunks:
+        choice = norm_backward.BackwardLaunch(8, 1, 2, 1, 1, chunks=True)
+        monkeypatch.setattr(norm_backward, "backward_launch", lambda *_: choice)
     # Three rows 2^30 elements apart, in memory that is reserved but never touched between them.
     base = torch.empty(2**31 + 64, dtype=torch.float16)
     x = base.as_strided((3, width), (2**30, 1))

@@ -198,6 +198,67 @@ def check_strides(device: torch.device, width: int) -> None:
         check_same_bytes(quantized.data, truth)
 
 
+def check_eps(device: torch.device, width: int) -> None:
+    """Rows so small that eps counts."""
+    x, eps = torch.randn(5, width, device=device) * 1e-2, 3e-4
+    output = torch.empty_like(x)
+    _, _, statistics = norm_quantize(x, None, None, None, eps, False, slots_of(device, E4M3), 1, E4M3, output=output)
+    rstd = (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+    torch.testing.assert_close(statistics.double(), rstd, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(output.double(), x.double() * rstd, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("width", [21, 77])
+def test_eps_is_added_to_the_variance(device: torch.device, width: int) -> None:
+    check_eps(device, width)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [21, 77])
+def test_kernels_add_eps_to_the_variance(width: int) -> None:
+    check_eps(torch.device("cpu"), width)
+
+
+def check_large_means(device: torch.device, width: int) -> None:
+    """Rows whose mean in fp32 alone is off by a tenth of their spread."""
+    x = 1e6 + torch.randn(5, width, device=device) * 0.2
+    output = torch.empty_like(x)
+    norm_quantize(x, None, None, None, EPS, True, slots_of(device, E4M3), 1, E4M3, output=output)
+    torch.testing.assert_close(output.double(), exact(x, None, None, None, True), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [21, 77])
+def test_large_means_lose_no_digits(device: torch.device, width: int) -> None:
+    check_large_means(device, width)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [21, 77])
+def test_kernels_keep_large_means(width: int) -> None:
+    check_large_means(torch.device("cpu"), width)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiny_launches")
+@pytest.mark.parametrize("width", [19, 20, 21])
+def test_offsets_have_sixty_four_bits(width: int) -> None:
+    # Three rows 2^30 elements apart, in memory that is reserved but never touched between them.
+    x, residual = (
+        torch.empty(2**31 + 128, dtype=torch.float16).as_strided((3, width), (2**30, 1)).copy_(torch.randn(3, width))
+        for _ in range(2)
+    )
+    found = norm_quantize(x, residual, None, None, EPS, True, slots_of(torch.device("cpu"), E4M3), 1, E4M3)
+    dense = norm_quantize(
+        *(x.contiguous(), residual.contiguous(), None, None, EPS, True, slots_of(torch.device("cpu"), E4M3), 1, E4M3)
+    )
+    assert found[0].data is not None
+    assert dense[0].data is not None
+    assert torch.equal(found[0].data.view(torch.uint8), dense[0].data.view(torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], dense[1:], strict=True))  # type: ignore[arg-type]
+
+
 def check_slots(device: torch.device, width: int) -> None:
     """What a call does to its slot, with and without a scale, recording or not; other slots stay."""
     x = torch.randn(9, width, device=device)
