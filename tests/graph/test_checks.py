@@ -50,6 +50,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
         r"the optimizer is a function, which has no step to take; pass TrainStep\(model, loss_fn, optimizer\)",
         lambda m, o: TrainStep(m, o, square),
     ),
+    "a schedule for the optimizer": (
+        r"the optimizer is a StepLR, which has no param_groups; pass TrainStep\(model, loss_fn, optimizer\)",
+        lambda m, o: TrainStep(m, square, torch.optim.lr_scheduler.StepLR(o, 1)),  # type: ignore[arg-type]
+    ),
     "loss before model": (
         r"the model is a function, not a torch\.nn\.Module; pass TrainStep\(model, loss_fn, optimizer\)",
         lambda m, o: TrainStep(square, m, o),  # type: ignore[arg-type]

@@ -96,7 +96,8 @@ class Batch:
             if tensor.dim() and tensor.shape[0] % count:
                 raise UserError(
                     f"TrainStep: a batch has a tensor of shape {tuple(tensor.shape)}, which {count} micro-batches do "
-                    "not divide; pass batches whose dimension 0 is a multiple of accumulate."
+                    "not divide; pass batches whose dimension 0 is a multiple of accumulate, as a DataLoader with "
+                    "drop_last=True gives them."
                 )
         cut = [tensor.chunk(count) if tensor.dim() else (tensor,) * count for tensor in tensors]
         return [self.with_tensors(part[number] for part in cut) for number in range(count)]

@@ -28,6 +28,8 @@ def check_built(
         )
     if isinstance(optimizer, nn.Module) or not callable(getattr(optimizer, "step", None)):
         raise UserError(f"TrainStep: the optimizer is {_told(optimizer)}, which has no step to take; {_ORDER}.")
+    if not hasattr(optimizer, "param_groups"):  # as a schedule, which has a step
+        raise UserError(f"TrainStep: the optimizer is {_told(optimizer)}, which has no param_groups; {_ORDER}.")
     if isinstance(loss_fn, (type, torch.optim.Optimizer)) or not callable(loss_fn):
         raise UserError(
             f"TrainStep: loss_fn is {_told(loss_fn)}, not a function of the model and a batch; {_ORDER} with "
