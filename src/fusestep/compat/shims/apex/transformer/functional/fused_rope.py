@@ -25,7 +25,8 @@ def fused_apply_rotary_pos_emb(t: Tensor, freqs: Tensor, transpose_output_memory
     """Rotate t by angles.
 
     Args:
-        t: (sequence, batch, heads, d). freqs: (sequence, 1, 1, r) fp32 angles, r even and at most d.
+        t: (sequence, batch, heads, d). freqs: (sequence, 1, 1, r) fp32 angles, r even and at most d; its
+            second half repeats the first, which is read.
         transpose_output_memory: lay the result out as (batch, sequence, heads, d).
     """
     _told("fused_apply_rotary_pos_emb", t)
