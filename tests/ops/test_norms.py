@@ -601,13 +601,14 @@ def test_rows_beyond_two_to_the_31_elements(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_far_apart(kind: str) -> None:
-    base = torch.zeros(2**31 + 2**30 + 512, device="cuda", dtype=torch.bfloat16)
-    x = base.as_strided((4, 256), (2**30, 1))
+@pytest.mark.parametrize("width", [256, 16384, 40000])
+def test_few_rows_far_apart(kind: str, width: int) -> None:
+    base = torch.zeros(3 * 2**30 + width, device="cuda", dtype=torch.bfloat16)
+    x = base.as_strided((4, width), (2**30, 1))
     with torch.no_grad():
-        x.copy_(torch.randn(4, 256, device="cuda"))
+        x.copy_(torch.randn(4, width, device="cuda"))
     x = x.detach().requires_grad_()
-    _, weight, bias = leaves(kind, torch.device("cuda", 0), (1, 256), torch.float32, torch.float32)
+    _, weight, bias = leaves(kind, torch.device("cuda", 0), (1, width), torch.float32, torch.float32)
     check_gradients(kind, x, weight, bias, TOLERANCE[torch.bfloat16])
 
 
