@@ -30,7 +30,7 @@ def tiny_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(width: int, multiprocessors: int) -> norm_forward.ForwardLaunch:
         if width > 32:
             return norm_forward.ForwardLaunch(64, 1, None, 1, wide=True)
-        columns: Any = ("late", "early", "kept")[width % 3]
+        columns: Any = "late" if width < 20 else "kept"
         return norm_forward.ForwardLaunch(32, 2, 3 if columns == "kept" else None, 1, 2, columns)
 
     monkeypatch.setattr(norm_quantize_kernel, "quantize_launch", launch)
@@ -154,7 +154,7 @@ def test_wider_rows_on_the_device(width: int, scale: float) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiny_launches")
-@pytest.mark.parametrize("shape", [(19, 21), (5, 19), (6, 29), (7, 77)])
+@pytest.mark.parametrize("shape", [(19, 21), (5, 19), (7, 77)])
 @pytest.mark.parametrize("element", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("dtype", "centred", "has_residual", "scale"), [(E4M3, True, False, 0.0), (E5M2, False, True, 150.0)]

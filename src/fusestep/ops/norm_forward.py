@@ -7,12 +7,12 @@ A row of N values is normalised in fp32 and rounded once:
 with mean = 0 for RMSNorm. Given a residual, x is first replaced by x + residual, rounded to its own dtype and stored,
 so that backward starts from the very numbers that were normalised.
 
-The variance of a row that fits in registers is two-pass. A wider row is read once for its statistics, by Welford's
-recurrence in each lane, and the lanes' means and squares are combined two-pass. The mean of fp32 and fp16 rows, and of
-every wide row, is found relative to the row's first element, and what its rounding to fp32 loses is kept beside it: a
-row far from zero (1e6 + noise) loses no digits, and a constant row is centred to exact zeros. Other bf16 rows need
-neither: a sum of at most 32768 equal values is exact, and neighbouring bf16 values are far further apart than an fp32
-mean is wrong.
+The variance of a row that is held in registers is two-pass. A row that is walked in blocks of columns is read once for
+its statistics, of LayerNorm by Welford's recurrence in each lane, and the lanes' means and squares are combined
+two-pass. The mean of fp32 and fp16 rows, and of every row that is walked, is found relative to the row's first element,
+and what its rounding to fp32 loses is kept beside it: a row far from zero (1e6 + noise) loses no digits, and a constant
+row is centred to exact zeros. Other bf16 rows need neither: a sum of at most 32768 equal values is exact, and
+neighbouring bf16 values are far further apart than an fp32 mean is wrong.
 
 Statistics are fp32, (rows, STATISTICS): rstd, and for LayerNorm the mean, and what the mean's rounding lost if kept.
 
@@ -333,13 +333,14 @@ def forward_launch(width: int, multiprocessors: int, centred: bool, itemsize: in
     and 0.90; but what reads the rows next would not find them in the cache, and without the mark they gain nothing.
 
     Wider rows take one program each, without a loop, which costs 0.01 and more where it goes round once. In registers
-    on four warps: 0.92 and 0.94 at 2048 (two: 0.90 and 0.93), LayerNorm 0.95 at 4096 (0.93 with its columns read late,
-    0.94 on eight warps), and 0.96 at 8192 on eight (0.92 with them read early, 0.91 on sixteen). An RMSNorm row of more
-    than 2048 columns is walked in blocks, twice, for less than holding it costs: in blocks of 4096 on 16 warps 0.985 at
-    8192 (0.955 in registers), 0.99 at 12288 (0.96), 0.97 at 16384; with a residual 0.99 at 4096 and 16384 (0.95 and
-    0.97). Rows of fewer bytes, or that leave much of their last block empty, in blocks of 2048 on eight: 0.956 at 4096
-    (0.945), 0.97 at 5120 (0.88 in blocks of 4096). Persistent programs lose a tenth, loads marked as read once 0.02 to
-    0.05; weight and bias marked as read again change nothing, but cost LayerNorm 0.01 from 16384 columns on.
+    on four warps: 0.92 and 0.94 at 2048 (two: 0.90 and 0.93; at 1536 two: 0.88 and 0.91, four: 0.84 and 0.91),
+    LayerNorm 0.95 at 4096 (0.93 with its columns read late, 0.94 on eight warps), and 0.96 at 8192 on eight (0.92 with
+    them read early, 0.91 on sixteen). An RMSNorm row of more than 2048 columns is walked in blocks, twice, for less
+    than holding it costs: in blocks of 4096 on 16 warps 0.985 at 8192 (0.955 in registers), 0.99 at 12288 (0.96), 0.97
+    at 16384; with a residual 0.99 at 4096 and 16384 (0.95 and 0.97). Rows of fewer bytes, or that leave much of their
+    last block empty, in blocks of 2048 on eight: 0.956 at 4096 (0.945), 0.97 at 5120 (0.88 in blocks of 4096).
+    Persistent programs lose a tenth, loads marked as read once 0.02 to 0.05; weight and bias marked as read again
+    change nothing, but cost LayerNorm 0.01 from 16384 columns on.
 
     A LayerNorm row of 16384 in registers took 1.05 of what torch.compile took. In blocks of 4096 on 16 warps, the first
     pass marked as read again and the second as read for the last time, it took 0.99 (1.05 without the marks, 1.11 with
