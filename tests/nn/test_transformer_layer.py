@@ -462,6 +462,13 @@ def test_what_does_not_fit_is_refused() -> None:
         MultiheadAttention(W, H, return_layernorm_output=True)
     with pytest.raises(UserError, match="ends in a norm"):
         build(output_layernorm=True)(torch.randn(1, 2, W), return_residual=True)
+    x = torch.randn(1, 2, W)
+    with pytest.raises(UserError, match="encoder_output was passed and layer_type is 'encoder', which attends to no"):
+        build()(x, encoder_output=x)
+    with pytest.raises(UserError, match="enc_dec_attn_mask was passed and layer_type is 'encoder'"):
+        build()(x, enc_dec_attn_mask=torch.zeros(1, 1, 1, 2, dtype=torch.bool))
+    with pytest.raises(UserError, match="encoder_output was passed and attention_type is 'self'"):
+        MultiheadAttention(W, H)(x, encoder_output=x)
     packed = build(attn_input_format="thd", drop_path_rate=0.1)
     with pytest.raises(UserError, match="drops whole sequences"):
         packed(torch.randn(3, W), cu_seqlens_q=torch.tensor([0, 3], dtype=torch.int32))

@@ -233,6 +233,11 @@ class MultiheadAttention(nn.Module):
             output (return_layernorm_output), hidden_states + residual (where a residual is given).
         Raises: UserError for arguments that do not fit.
         """
+        if encoder_output is not None and self.attention_type == "self":
+            raise UserError(
+                f"{type(self).__name__}: encoder_output was passed and attention_type is 'self', which attends to "
+                "hidden_states alone; build it with attention_type='cross', or leave encoder_output out."
+            )
         mixed, *others = self._product(hidden_states, residual, is_first_microbatch, returns_input)
         if self.attention_type == "self":
             q, k, v = mixed

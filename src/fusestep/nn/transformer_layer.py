@@ -232,6 +232,12 @@ class TransformerLayer(nn.Module):
                 f"{type(self).__name__}: a layer with output_layernorm=True ends in a norm, so that no add is left to "
                 "the next; call it without return_residual."
             )
+        if self.layer_type == "encoder" and not (encoder_output is None and enc_dec_attn_mask is None):
+            what = "enc_dec_attn_mask" if encoder_output is None else "encoder_output"
+            raise UserError(
+                f"{type(self).__name__}: {what} was passed and layer_type is 'encoder', which attends to no encoder; "
+                "build the layer with layer_type='decoder', or leave it out."
+            )
         packing: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         attention = self.self_attention
         # The norm and the stream read the same input: the norm's backward then adds up both gradients of it.
