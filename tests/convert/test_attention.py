@@ -162,6 +162,20 @@ def test_a_causal_mask_is_looked_at_once_until_it_is_written(monkeypatch: pytest
     torch.testing.assert_close(y.detach().double(), exact(new, x, mask).detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_another_mask_at_the_address_of_one_that_is_no_more_is_looked_at() -> None:
+    known, mask = CausalMasks(), causal()
+    assert known.is_causal(mask)
+    place = id(mask)
+    del mask
+    for _ in range(1000):
+        mask = torch.zeros(S, S)
+        if id(mask) == place:
+            break
+    else:
+        pytest.fail("no tensor came to lie where the other was")
+    assert not known.is_causal(mask)
+
+
 _equal = torch.equal
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,42 @@ def test_a_block_may_name_its_input_as_it_likes(models: SimpleNamespace, adds: l
     torch.testing.assert_close(layer(x=x, position_embeddings=rotation), wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer(x, rotation), wanted, rtol=1e-4, atol=1e-5)
     assert len(adds) == 3
+
+
+class Crossing(nn.Module):
+    """As GPT-2's block without a second attention, which refuses what that would attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(8), Itself(), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> Tensor:
+        if encoder_hidden_states is not None:
+            raise ValueError("there is no second attention")
+        hidden = hidden_states + self.attn(self.ln_1(hidden_states), attention_mask, use_cache)[0]
+        return hidden + self.mlp(self.ln_2(hidden))  # type: ignore[no-any-return]
+
+
+class Itself(nn.Module):
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, use_cache: bool = False) -> tuple[Tensor]:  # noqa: ARG002
+        return (hidden_states.roll(1, 1),)
+
+
+def test_what_a_second_attention_would_attend_to_is_not_dropped(adds: list[int]) -> None:
+    block, x = Crossing(), torch.randn(2, 5, 8)
+    wanted = block(x)
+    convert(nn.Sequential(block))
+    adds.clear()
+    torch.testing.assert_close(block(x), wanted, rtol=1e-5, atol=1e-6)
+    assert adds == [1]
+    with pytest.raises(ValueError, match="no second attention"):
+        block(x, encoder_hidden_states=x)
 
 
 class Ending(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -253,6 +254,54 @@ def test_only_training_with_labels_defers() -> None:
     assert isinstance(model.lm_head, nn.Linear)
     assert list(model.state_dict()) == list(made().state_dict())
     assert not any(isinstance(value, nn.Module) for value in model.__dict__.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [{"ignore_index": 7}, {"label_smoothing": 0.3}, {"reduction": "none"}, {"reduction": "sum", "ignore_index": 0}],
+    ids=str,
+)
+def test_the_loss_has_the_options_and_the_dtype_of_torchs(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    head = nn.Linear(WIDTH, VOCABULARY).to(dtype)
+    hidden, target = torch.randn(40, WIDTH, dtype=dtype), torch.arange(40) % 9
+    deferred = DeferredLogits.of(hidden, head)
+    loss = F.cross_entropy(deferred, target, **options)  # type: ignore[arg-type]
+    assert deferred.losses == 1
+    wanted = F.cross_entropy(head(hidden), target, **options)
+    assert loss.dtype is wanted.dtype
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(loss, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_what_the_head_cannot_multiply_raises_as_ever() -> None:
+    model, given = made(tied=False), batch()
+    model.lm_head.bfloat16()  # without autocast, for hidden states in fp32
+    with pytest.raises(RuntimeError) as theirs:
+        model(**given)
+    model.lm_head.float()
+    convert(model)
+    assert isinstance(model(**given).logits, DeferredLogits)
+    model.lm_head.bfloat16()
+    with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        model(**given)
+
+
+def test_replicas_and_weights_from_inference_mode_have_logits_as_ever() -> None:
+    model, given = made(), batch()
+    wanted = model(**given).loss
+    convert(model)
+    model._is_replica = True  # as nn.DataParallel marks its copies, whose outputs it gathers
+    assert isinstance(model(**given).logits, Tensor)
+    model = made().requires_grad_(False)
+    convert(model)
+    assert isinstance(model(**given).logits, DeferredLogits)
+    with torch.inference_mode():
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    output = model(**given)
+    assert isinstance(output.logits, Tensor)
+    torch.testing.assert_close(output.loss, wanted.detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_hooks_on_the_head_are_called_and_a_failing_forward_leaves_no_trace() -> None:

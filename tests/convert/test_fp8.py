@@ -289,6 +289,24 @@ def test_reset_parameters_is_the_old_classs() -> None:
     assert torch.equal(layer.weight, nn.Linear(16, 64).weight)
 
 
+def test_parameters_that_are_drawn_anew_have_no_scales_of_the_old_ones() -> None:
+    layer = nn.Linear(16, 64)
+    convert(nn.Sequential(layer), fp8=DelayedScaling())
+    x = torch.randn(8, 16)
+    for _ in range(2):
+        with fp8_autocast(recipe=DelayedScaling()):
+            layer(x * 1e3).sum().backward()
+    layer.reset_parameters()
+    fresh = nn.Linear(16, 64)
+    fresh.load_state_dict(layer.state_dict(), strict=False)
+    convert(nn.Sequential(fresh), fp8=DelayedScaling())
+    results = []
+    for one in (layer, fresh):
+        with fp8_autocast(recipe=DelayedScaling()):
+            results.append(one(x))
+    assert torch.equal(*results)
+
+
 def test_subclasses_and_computed_weights_stay() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -118,6 +118,31 @@ def test_a_second_layer_in_fp32_gets_fp32() -> None:
     torch.testing.assert_close(mlp(x), before, rtol=3e-2, atol=3e-2)
 
 
+class Widening(nn.Linear):
+    """Gives fp32 whatever its weight's dtype, and counts its calls in a buffer."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.widens = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        return y.float() if self.widens else y
+
+
+def test_gate_and_value_of_two_dtypes_go_to_the_old_forward_and_trials_write_no_buffer() -> None:
+    mlp = T5GatedMLP(nn.SiLU())
+    mlp.wi_1 = Widening(W, N)
+    mlp.bfloat16()
+    assert convert(mlp).swapped
+    assert int(mlp.wi_1.calls) == 0  # type: ignore[arg-type]
+    mlp.wi_1.widens = True  # type: ignore[assignment]
+    x = torch.randn(5, W).bfloat16()
+    assert torch.equal(mlp(x), T5GatedMLP.forward(mlp, x))
+
+
 def test_layers_inside_may_be_anything(models: SimpleNamespace) -> None:
     mlp = models.GatedMLP(W, N)
     mlp.up_proj = Linear(W, N, bias=False)

@@ -170,6 +170,21 @@ def test_torchs_own(dtype: torch.dtype, device: Any) -> None:
     assert torch.equal(model(x), before)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtypes", [(HALF, torch.float32), (torch.float32, HALF), (HALF, HALF)], ids=str)
+def test_with_a_residual_it_is_the_norm_of_the_sum_in_its_dtype(
+    models: SimpleNamespace, form: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    norm = getattr(models, form)(WIDTH)
+    convert(nn.Sequential(norm))
+    x, residual = (torch.randn(5, WIDTH).to(dtype) for dtype in dtypes)
+    y, total = norm.with_residual(x, residual)
+    wanted = norm(x + residual)
+    assert torch.equal(total, x + residual)
+    assert y.dtype is wanted.dtype
+    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_without_weights_there_is_still_a_norm() -> None:
     model = nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))
     assert [row.became for row in convert(model).rows] == ["FusedLayerNorm"]

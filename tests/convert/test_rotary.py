@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusestep import convert
+from fusestep.convert import rotary
 from fusestep.convert.rotary import FusedRotaryAttention, recognised
 
 WIDTH, HEADS, KEY_HEADS = 32, 4, 2
@@ -145,6 +147,24 @@ def test_tables_that_want_a_gradient_and_fp64_take_the_old_function(turned: list
     wide = [t.double() for t in (given["hidden_states"], *given["position_embeddings"])]
     module.double()(wide[0], (wide[1], wide[2]))
     assert not turned
+
+
+def test_tables_that_are_not_of_these_positions_take_the_old_function(turned: list[Tensor]) -> None:
+    """Whatever it does with them: broadcasts a column, spreads over another dimension, or raises."""
+    ours = rotary._Rotation({rotary.NAME: apply_rotary_pos_emb})
+    q, k, angles = torch.randn(4, 3, 3, 8), torch.randn(4, 1, 3, 8), torch.randn(4, 3, 8)
+    tables = angles.cos(), angles.sin()
+    for options in ({}, {"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}):
+        keys = k if options.get("unsqueeze_dim") != 2 else k.transpose(1, 2)
+        for given in ((q, keys, *tables), (q, keys, *(one[..., :1] for one in tables))):
+            for found, wanted in zip(ours(*given, **options), apply_rotary_pos_emb(*given, **options), strict=True):
+                torch.testing.assert_close(found, wanted)
+    assert len(turned) == 2  # in the first of these calls alone
+    for wrong in ((q, k, *(one[:2] for one in tables)), (q, k, *(one[:, :2] for one in tables))):
+        with pytest.raises(RuntimeError) as theirs:
+            apply_rotary_pos_emb(*wrong)
+        with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+            ours(*wrong)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
