@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fusestep import convert
 from fusestep.convert import Pattern, Probe, Stage, Trial, register, unregister
+from fusestep.convert.patterns import rows
 from fusestep.errors import UserError
 from fusestep.fp8 import Float8CurrentScaling
 from fusestep.grouping import grouped
@@ -235,3 +236,43 @@ def test_the_registry_refuses_what_is_no_pattern() -> None:
         register(pattern(becomes=4))
     with pytest.raises(UserError, match="'doubling at once' is not registered"):
         unregister(pattern())
+
+
+class Scaling(nn.Module):
+    """x · weight, and twice that where it doubles; a product that torch.autocast casts where it multiplies."""
+
+    def __init__(self, doubles: bool = False, multiplies: bool = False) -> None:
+        super().__init__()
+        self.weight, self.doubles, self.multiplies = nn.Parameter(torch.rand(16) + 0.5), doubles, multiplies
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.diag() if self.multiplies else x * self.weight
+        return 2 * y if self.doubles else y
+
+
+class AsIfPlain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight  # type: ignore[no-any-return, operator]
+
+
+class Rough(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x).float() * 1.004).to(x.dtype)  # type: ignore[misc, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "swapped", "words"),
+    [
+        (Rough, lambda: [Scaling().bfloat16()], [], "from that of a wider dtype"),
+        (AsIfPlain, lambda: [Scaling(multiplies=True)], [], "autocast"),
+        (AsIfPlain, lambda: [Scaling().to("meta"), Scaling(doubles=True).to("meta")], ["0"], "disagrees"),
+    ],
+    ids=["less exact than the old one in 16 bits", "another dtype under autocast", "a setting, on the meta device"],
+)
+def test_what_differs_in_one_way_alone_is_left(
+    registered: Any, kind: type, make: Any, swapped: list[str], words: str
+) -> None:
+    registered(Pattern("a scale", kind, lambda one: type(one) is Scaling, lambda _, probe: rows(probe, 16)))
+    report = convert(nn.ModuleList(make()))
+    assert [row.path for row in report.swapped] == swapped, str(report)
+    assert words in report.left[-1].reason
