@@ -107,7 +107,7 @@ def same_files(a: Path, b: Path) -> bool:
 def test_a_run_prints_its_size_first_and_its_loss_beside_a_random_guess_last(fusestep: Cli) -> None:
     status, out, _ = fusestep("train", "--config", "tiny.toml", "--steps", "6", "--out", "run")
     assert status == 0
-    assert re.search(r"parameters \| 1 layers × 16 wide, 2 heads, feed-forward 24, context 8, vocabulary 96", out[0])
+    assert re.search(r"parameters \| 1 layer × 16 wide, 2 heads, feed-forward 24, context 8, vocabulary 96", out[0])
     assert out[1].startswith("device: CPU")
     assert sum(line.startswith("step") for line in out) == 6
     assert re.fullmatch(r"final loss \d\.\d{4} \| a random guess has ln 96 = 4\.5643", out[-1])
@@ -324,5 +324,5 @@ def test_a_terminal_without_our_characters_still_trains(tmp_path: Path, config: 
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert b"1 layers ? 16 wide" in ran.stdout
+    assert b"1 layer ? 16 wide" in ran.stdout
     assert checkpoint.newest(tmp_path / folder) is not None
