@@ -9,7 +9,9 @@ from fusestep.ops import norm_backward, norm_backward_chunks, norm_forward
 from fusestep.ops.registry import Compilation
 
 #: One width for each launch that can be chosen, each narrower than its block, so that padding is masked.
-COMPILED_WIDTHS = (*(3 * 2**power // 4 for power in range(2, 16)), 1, 2, 2000, 4080, 8176, 40000)
+COMPILED_WIDTHS = (*(3 * 2**power // 4 for power in range(2, 16)), 1, 2, 40000)
+#: Wider rows in a block of their own launch, forward alone.
+FORWARD_WIDTHS = (*COMPILED_WIDTHS, 2000, 4080, 8176)
 
 #: Multiprocessors of the GPU that the launches are chosen for; they decide the number of programs alone.
 MULTIPROCESSORS = 132
@@ -23,7 +25,7 @@ def compilations(centred: bool) -> Iterator[Compilation]:
 
 def _forward(centred: bool) -> Iterator[Compilation]:
     """Every kernel at every launch choice; for the wider blocks also fp32 rows with a residual."""
-    for width in COMPILED_WIDTHS:
+    for width in FORWARD_WIDTHS:
         variants = [("bf16", False), ("fp32", True)]
         for element, has_residual in variants if width > 512 else variants[:1]:
             itemsize = (2 if element == "bf16" else 4) * (1 + has_residual)
