@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from fusestep import memory
@@ -69,18 +69,26 @@ def exit_status(who: str, program: Callable[[], None]) -> int:
     return 0
 
 
+Handler = Callable[[int, FrameType | None], object]
+
+
+def at_interrupt(handler: Handler) -> contextlib.AbstractContextManager[None]:
+    """While entered, Ctrl-C calls `handler`, unless the process ignores it."""
+    return at_signal(signal.SIGINT, handler, (leave, signal.default_int_handler))
+
+
 @contextlib.contextmanager
-def at_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While entered, Ctrl-C calls `handler`, unless the process ignores it; the main thread alone gets any."""
-    before = signal.getsignal(signal.SIGINT)
-    if before not in (leave, signal.default_int_handler) or threading.current_thread() is not threading.main_thread():
+def at_signal(number: signal.Signals, handler: Handler, instead_of: Sequence[object]) -> Iterator[None]:
+    """While entered, a signal calls `handler` where it would meet one of `instead_of`; only in the main thread."""
+    before = signal.getsignal(number)
+    if before not in instead_of or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def leave(_number: int, _frame: FrameType | None) -> None:

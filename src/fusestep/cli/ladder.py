@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, cast, get_args
@@ -16,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusestep.cli.errors import at_signal
 from fusestep.distributed.launch import launched_size
 from fusestep.errors import UserError
 from fusestep.fp8.recipes import AMAX_HISTORY, FormatName, RecipeName
@@ -172,7 +170,7 @@ def command(
         _say_where(folder, left_out, f"the ladder in {folder} is finished, so nothing was measured;", err=as_json)
         return
     try:
-        with _leaves_at_sigterm():
+        with at_signal(signal.SIGTERM, _terminate, (signal.SIG_DFL,)):
             measured = _measure(config, folder, resume)
         try:
             # Before it is shown, since whoever reads that may leave first, as head does.
@@ -194,21 +192,9 @@ class _Terminated(SystemExit):
     """SIGTERM came; the exit status says so."""
 
 
-@contextlib.contextmanager
-def _leaves_at_sigterm() -> Iterator[None]:
-    """While entered, SIGTERM raises instead of ending the process at once, so that it is told how to go on."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise _Terminated(128 + number)
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    """Raise instead of ending the process at once, so that it is told how to go on."""
+    raise _Terminated(128 + number)
 
 
 def _measure(config: LadderConfig, out: Path, resume: bool) -> Ladder:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusestep.plan import Estimate
-from fusestep.plan.line import Line, gibibytes, short
+from fusestep.plan.line import Line, gibibytes, short, tokens_in_words
 from fusestep.tables import counted
 
 #: Columns of a page that is not a terminal's.
@@ -58,11 +58,7 @@ def show(plan: Estimate, console: Console | None = None) -> None:
     console.print(
         f"{work.tokens:,} tokens a step, {totals['tokens_per_second']:,.0f} tokens/s, "
         f"{plan.flops_per_gpu / 1e12:,.0f} TFLOP/s a GPU"
-        + (
-            f", {totals['gpu_hours']:,.0f} GPU hours for {short(plan.tokens)} token{'s' * (plan.tokens != 1)}"
-            if plan.tokens
-            else ""
-        ),
+        + (f", {totals['gpu_hours']:,.0f} GPU hours for {tokens_in_words(plan.tokens)}" if plan.tokens else ""),
         markup=False,
     )
     _figures(console, plan)

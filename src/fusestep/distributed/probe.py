@@ -24,7 +24,7 @@ from torch import Tensor, distributed
 
 from fusestep.distributed.failures import Whereabouts
 from fusestep.distributed.launch import World
-from fusestep.tables import table
+from fusestep.tables import counted, table
 
 SCHEMA = 1
 
@@ -81,7 +81,7 @@ class RanksReport:
 
     def __str__(self) -> str:
         size = len(self.where)
-        lines = [f"{size} rank{'s' * (size > 1)} over {self.backend}", ""]
+        lines = [f"{counted(size, 'rank')} over {self.backend}", ""]
         lines.append(table([(f"rank {rank}", where) for rank, where in enumerate(self.where)], indent="  "))
         rows = [("collective", "latency", "bandwidth", "values")]
         for one in self.collectives:

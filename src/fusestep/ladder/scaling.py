@@ -38,6 +38,7 @@ from fusestep.graph import TrainStep
 from fusestep.ladder import environment
 from fusestep.models import GPT, GPTConfig
 from fusestep.optim import FusedAdam
+from fusestep.tables import counted
 
 SCHEMA = 1
 JSON, CSV = "scaling.json", "scaling.csv"
@@ -177,7 +178,7 @@ class _Bench:
     def row(self, kind: str, ranks: int, batch: int, first: ScalingRow | None) -> ScalingRow:
         """Time `ranks` ranks on a batch of all of them; `first` is the row of the fewest."""
         world, tensor = self._world, self._parallel.tensor
-        self._say(f"{kind}: {ranks} rank{'s' * (ranks > 1)}, {batch} sequences")
+        self._say(f"{kind}: {counted(ranks, 'rank')}, {batch} sequences")
         world.watch.at(f"making a mesh of {ranks} ranks", patience=120.0)
         # All ranks take part in making groups, those that are not in them too.
         mesh = DeviceMesh(

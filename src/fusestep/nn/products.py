@@ -69,14 +69,15 @@ def weight_gradient(
 ) -> Tensor:
     """dyᵀ · x, (out, features), in the dtype of the weight, or for one that is (in, out) xᵀ · dy; contiguous."""
     assert dy.transposed is not None
-    left, right = (dy.transposed, dy.transposed_scale_inv, dy.shape[1]), (x_transposed, x_scale_inv, features)
-    if in_by_out:
-        left, right = right, left
+    of_dy, of_x = (dy.transposed, dy.transposed_scale_inv, dy.shape[1]), (x_transposed, x_scale_inv, features)
+    (left, left_scale_inv, rows), (right, right_scale_inv, columns) = (of_x, of_dy) if in_by_out else (of_dy, of_x)
     return multiply(
-        *left[:2],
-        *right[:2],
-        left[2],
-        right[2],
+        left,
+        left_scale_inv,
+        right,
+        right_scale_inv,
+        rows,
+        columns,
         dtype,
         None,
         False,

@@ -49,6 +49,11 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:.3g}"
 
 
+def tokens_in_words(number: float) -> str:
+    """How many tokens: 1 token, 2.5 B tokens."""
+    return f"{short(number)} token{'' if number == 1 else 's'}"
+
+
 def gibibytes(number: float) -> str:
     """Bytes as GiB."""
     return f"{number / 2**30:,.2f} GiB"

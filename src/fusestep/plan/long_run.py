@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fusestep.errors import UserError
-from fusestep.plan.line import Line, gibibytes, short
+from fusestep.plan.line import Line, gibibytes, tokens_in_words
 from fusestep.plan.rates import Rates
 from fusestep.plan.work import Work
 from fusestep.tables import counted
@@ -93,8 +93,7 @@ def long_run(work: Work, rates: Rates, step: float, tokens: float | None) -> tup
                 "the whole run",
                 seconds,
                 "steps · step / (1 − share lost to checkpoints, work done again and restarts)",
-                f"{counted(steps, 'step')} for {short(tokens)} token{'s' * (tokens != 1)}, "
-                f"lost {lost:.1%}: {seconds / _DAY:,.1f} days",
+                f"{counted(steps, 'step')} for {tokens_in_words(tokens)}, lost {lost:.1%}: {seconds / _DAY:,.1f} days",
                 ("storage", "failures", "restart"),
             ),
         ]
