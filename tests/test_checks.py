@@ -148,6 +148,15 @@ def test_a_kernel_is_compiled_for_the_chips_that_it_is_launched_on(check_kernels
     assert check_kernels.launched_on(product(16, 1)) == [80, 86, 89, 90, 100, 120]
 
 
+def test_every_launch_is_built_for_the_oldest_of_its_chips_or_the_newest(check_kernels: ModuleType) -> None:
+    chosen: dict[int, int] = {}
+    for op, one in check_kernels.configurations():
+        target = check_kernels.first_built_for(op, one)
+        assert target in (check_kernels.launched_on(one)[0], 120)
+        chosen[target] = chosen.get(target, 0) + 1
+    assert min(chosen[80], chosen[120]) > sum(chosen.values()) / 3
+
+
 def test_a_kernel_that_does_not_compile_is_a_finding(check_kernels: ModuleType) -> None:
     # 48 is no power of two, which tl.arange wants.
     failures = [one.failure for one in check_kernels.build("product", product(48, 1), (80, 120))]
@@ -167,7 +176,11 @@ def test_the_most_demanding_configurations_go_to_every_chip(
         ]
 
     other = Compilation(_forgotten_kernel, "", {"x_ptr": "*fp32"}, {}, num_warps=4, minimum_capability=89)
-    found = [*(("product", product(16, stages)) for stages in range(1, 6)), ("other", other)]
+    found = [
+        *(("product", product(16, stages)) for stages in range(1, 6)),
+        ("other", other),
+        ("product", product(16, 6)),
+    ]
     monkeypatch.setattr(check_kernels, "configurations", lambda: found)
     left = check_kernels.left_to_build(
         {
@@ -177,12 +190,14 @@ def test_the_most_demanding_configurations_go_to_every_chip(
             3: built(shared=160 << 10, registers=40),  # the most shared memory, and of those the most registers
             4: built(shared=100 << 10, registers=40),  # less, but more than 8.6 and 8.9 have
             5: built(shared=0, registers=8, lowest=89),  # the only one of its kernel
+            6: built(shared=60 << 10, registers=8)[1:],  # built for the newest alone, more than half of what 8.6 has
         }
     )
     chips: dict[int, list[int]] = {}
     for index, targets in left:
         chips.setdefault(index, []).extend(targets)
-    assert chips == {0: [86, 89], 3: [86, 89, 90, 100], 4: [86, 89], 5: [90, 100]}
+    every = [86, 89, 90, 100]
+    assert chips == {0: every, 3: every, 4: [86, 89], 5: [90, 100], 6: [86, 89]}
 
 
 def test_the_oldest_triton_compiles_and_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
