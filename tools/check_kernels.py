@@ -12,7 +12,8 @@ For 9.0 all are built by tools/check_triton36.py, with the oldest Triton that we
 since Triton makes nearly the same of a kernel there: up to the code for the GPU (TTGIR) all of 8.0 to 9.0 are one, as
 are 10.0 and 12.0, and the shared memory with it; in PTX 8.6 is 8.9 and 10.0 is 12.0, while 9.0 is 8.9 but for
 arithmetic in bf16. They are built for each kernel's configuration with the most shared memory, and wherever the shared
-memory that a chip took is more than half of what another has. With --chip, every configuration is built for the named chips alone.
+memory that a chip took is more than half of what another has. With --chip, every configuration is built for the named
+chips alone.
 """
 
 from __future__ import annotations
