@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,6 +92,17 @@ class RanksFailedError(AssertionError):
         self.outcomes = outcomes
 
 
+@cache
+def _fork_server() -> ForkServerContext:
+    """The server of processes, once it has imported what it is to: seconds that no rank's timeout should count."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
+
+
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,
@@ -101,16 +114,15 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, *arguments)` in `ranks` processes of one group and return what each returned, by rank.
 
-    Results and arguments are pickled; tensors travel by value. `timeout` (seconds) is for the whole call,
-    `group_timeout` for one collective, and `environment` is set in the processes before anything else. `places`: on
-    GPUs, tensors lie on the rank's unless they are put elsewhere (`placed`). torch has one thread in each and the same
-    seed in all. Raises RanksFailedError when a rank raised, died or did not end in time.
+    Results and arguments are pickled; tensors travel by value. `timeout` (seconds) is for the whole call, but for the
+    start of the server, and `group_timeout` for one collective. `environment` is set in the processes before anything
+    else. `places`: on GPUs, tensors lie on the rank's unless they are put elsewhere (`placed`). torch has one thread in
+    each and the same seed in all. Raises RanksFailedError when a rank raised, died or did not end in time.
     """
     if device_type == "cuda":
         need_gpus(ranks)
         timeout, group_timeout = SLOWER_ON_GPU * timeout, SLOWER_ON_GPU * group_timeout
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = _fork_server()
     deadline = time.monotonic() + timeout
     pickled = pickle.dumps(arguments)  # multiprocessing's own way would share the memory of tensors
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ def add(rank: int, amount: torch.Tensor) -> dict[str, Any]:
 
 
 def misbehave(rank: int, how: str) -> int:
+    torch.distributed.barrier()  # one that dies sooner may leave the other still connecting, which fails then too
     if rank == 1:
         if how == "raises":
             raise ValueError("one is the odd one out")
