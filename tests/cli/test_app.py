@@ -154,6 +154,7 @@ def test_so_it_does_where_nobody_reads_what_it_says(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=writer,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     os.close(writer)
     assert (ended.returncode, ended.stdout) == (130, b"")

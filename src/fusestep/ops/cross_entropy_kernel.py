@@ -6,8 +6,9 @@ walk finds the row in the caches, where the first has just brought it, and write
 logits are not needed any more. So memory sees each logit read once and each gradient written once. For that the rows
 that are worked on at a time have to fit in the L2 cache: rows that are walked twice have large programs, of which few
 run beside each other. And the second walk goes back from the end of the row, which the first has read last: a cache
-that is smaller than the row still has that, and of the beginning nothing. The last tile of a row is the only one whose
-columns are compared with the row's end.
+that is smaller than the row still has that, and of the beginning nothing. Logits that are read again are asked to stay
+in the cache, and their gradients to leave it first, which took 4% less time on an H200. The last tile of a row is the
+only one whose columns are compared with the row's end.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_logits(row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr, IS_LAST: tl.constexpr):
+def _load_logits(
+    row_ptr, column, mask, columns, softcap, CAPS: tl.constexpr, IS_LAST: tl.constexpr, EVICTION: tl.constexpr
+):
     """A tile of logits in fp32, capped; of the last tile −∞ outside of the row."""
     if IS_LAST:
-        y = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(row_ptr + column, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
         if CAPS:
             # What stands behind a row may be anything.
             y = tl.where(column < columns, y, 0.0)
     else:
-        y = tl.load(row_ptr + column).to(tl.float32)
+        y = tl.load(row_ptr + column, eviction_policy=EVICTION).to(tl.float32)
     if CAPS:
         y = _tanh(y * (1.0 / softcap)) * softcap
     if IS_LAST:
@@ -92,6 +95,7 @@ def _walk(
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """(peak, mass, total) of the logits before `stop`: the largest, Σ exp(y − peak) and Σ y, 0 unless it SMOOTHS.
 
@@ -102,12 +106,12 @@ def _walk(
     total = tl.zeros([LANES, 1], tl.float32)
     whole = stop // (LANES * VECTOR) * (LANES * VECTOR)
     for start in range(0, whole, LANES * VECTOR):
-        y = _load_logits(row_ptr, start + place, None, columns, softcap, CAPS, False)
+        y = _load_logits(row_ptr, start + place, None, columns, softcap, CAPS, False, EVICTION)
         top, mass, total = _gather(y, start + place, columns, top, mass, total, SMOOTHS, False)
     if whole < stop:
         column = whole + place
         mask = (whole + lane < columns) if PADDED else (column < columns)
-        y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True)
+        y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True, EVICTION)
         top, mass, total = _gather(y, column, columns, top, mass, total, SMOOTHS, True)
     peak = tl.max(tl.max(top, axis=1), axis=0)
     mass = tl.sum(tl.sum(mass * tl.exp(top - tl.where(peak == float("-inf"), 0.0, peak)), axis=1), axis=0)
@@ -150,6 +154,9 @@ def _cross_entropy_kernel(
     VECTOR: tl.constexpr,
 ):
     """Losses and log-sum-exps, or gradients, or both."""
+    TWICE: tl.constexpr = losses_ptr is not None and gradient_ptr is not None
+    KEPT: tl.constexpr = "evict_last" if TWICE else ""
+    WRITTEN: tl.constexpr = "evict_first" if TWICE else ""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     is_counted = target != ignore_index
@@ -172,7 +179,9 @@ def _cross_entropy_kernel(
         base, share = lse, 1.0
     else:
         stop = tl.where(is_counted, columns, 0)
-        peak, mass, total = _walk(row_ptr, lane, place, stop, columns, softcap, SMOOTHS, CAPS, PADDED, LANES, VECTOR)
+        peak, mass, total = _walk(
+            row_ptr, lane, place, stop, columns, softcap, SMOOTHS, CAPS, PADDED, LANES, VECTOR, KEPT
+        )
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         mass = tl.where(is_counted, mass, 1.0)
         rest = tl.log(mass)
@@ -196,12 +205,14 @@ def _cross_entropy_kernel(
             if whole < columns:
                 column = whole + place
                 mask = (whole + lane < columns) if PADDED else (column < columns)
-                y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True)
-                tl.store(gradient_row_ptr + column, _slope(y, base, rise, spread, softcap, CAPS), mask=mask)
+                y = _load_logits(row_ptr, column, mask, columns, softcap, CAPS, True, "")
+                slope = _slope(y, base, rise, spread, softcap, CAPS)
+                tl.store(gradient_row_ptr + column, slope, mask=mask, eviction_policy=WRITTEN)
             for done in range(0, whole, LANES * VECTOR):
                 column = whole - LANES * VECTOR - done + place
-                y = _load_logits(row_ptr, column, None, columns, softcap, CAPS, False)
-                tl.store(gradient_row_ptr + column, _slope(y, base, rise, spread, softcap, CAPS))
+                y = _load_logits(row_ptr, column, None, columns, softcap, CAPS, False, "")
+                slope = _slope(y, base, rise, spread, softcap, CAPS)
+                tl.store(gradient_row_ptr + column, slope, eviction_policy=WRITTEN)
         else:
             for start in range(0, columns, LANES * VECTOR):
                 column = start + place

@@ -72,7 +72,7 @@ def _parts_kernel(
     lane = tl.arange(0, LANES)[:, None] * VECTOR
     place = lane + tl.arange(0, VECTOR)[None, :]
     stop = tl.where(is_counted, columns, 0)
-    peak, mass, total = _walk(row_ptr, lane, place, stop, columns, softcap, SMOOTHS, CAPS, PADDED, LANES, VECTOR)
+    peak, mass, total = _walk(row_ptr, lane, place, stop, columns, softcap, SMOOTHS, CAPS, PADDED, LANES, VECTOR, "")
     is_here = is_counted & (local >= 0) & (local < columns)
     picked = tl.load(row_ptr + tl.where(is_here, local, 0), mask=is_here, other=0.0).to(tl.float32)
     if CAPS:
