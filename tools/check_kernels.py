@@ -1,25 +1,26 @@
 """Compile the launches of every kernel for six generations of GPU, on a machine without one.
 
-    python tools/check_kernels.py [--chip CAPABILITY]… [OP…]
+    python tools/check_kernels.py [--chip CAPABILITY]… [--share N] [OP…]
 
 Each configuration that an op lists in `compilations()` goes through `triton.compile` down to machine code. It must
-compile, and its shared memory must fit what a block may have on that chip. Registers and the bytes of stack that
-spilled registers take are read from the machine code and shown. A kernel that no configuration covers is an error, so
-that none escapes.
+compile, and its shared memory must fit what a block may have on every chip that launches it. Registers and the bytes of
+stack that spilled registers take are read from the machine code and shown. A kernel that no configuration covers is an
+error, so that none escapes.
 
-Every configuration is built for the oldest chip that launches it or for the newest, 8.0 or 12.0, about half for each.
-For 9.0 all are built by tools/check_triton36.py, with the oldest Triton that we serve. The other pairs prove least,
-since Triton makes nearly the same of a kernel there: up to the code for the GPU (TTGIR) all of 8.0 to 9.0 are one, as
-are 10.0 and 12.0, and the shared memory with it; in PTX 8.6 is 8.9 and 10.0 is 12.0, while 9.0 is 8.9 but for
-arithmetic in bf16. They are built for each kernel's configuration with the most shared memory, and wherever the shared
-memory that a chip took is more than half of what another has. With --chip, every configuration is built for the named
-chips alone.
+Every configuration is built for one chip: the oldest that launches it, 9.0, or the newest, for each about a third. The
+other pairs prove less, since Triton makes nearly the same of a kernel there: without matrix products, of which ours
+have none, the code for the GPU (TTGIR) is one for 8.0 to 9.0, and one for 10.0 and 12.0, and the shared memory with it;
+and PTX is one for 8.6 and 8.9, and for 10.0 and 12.0. So each kernel's configuration with the most shared memory is
+built once in every other group of one PTX, and any that takes more than half of what a chip of the other TTGIR has is
+built there. With --chip, every configuration is built for the named chips alone. With --share, only every Nth of each
+kernel's configurations, from the first on.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
@@ -52,7 +53,10 @@ from fusestep.ops.registry import Compilation, load_catalogue
 # "Technical Specifications per Compute Capability".
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 THREADS_PER_BLOCK = 1024
-NEWEST = max(SHARED_MEMORY)
+
+# Chips for which Triton's code for the GPU is one, and those whose PTX is.
+ONE_TTGIR = ((80, 86, 89, 90), (100, 120))
+ONE_PTX = ((80,), (86, 89), (90,), (100, 120))
 
 # A configuration by its number in `configurations()`, and the chips to build it for.
 Task = tuple[int, tuple[int, ...]]
@@ -153,10 +157,20 @@ def launched_on(one: Compilation) -> list[int]:
     return [target for target in SHARED_MEMORY if target >= one.minimum_capability]
 
 
+def number_of(op: str, one: Compilation) -> int:
+    """Chooses among chips by a configuration's label: no option of a launch decides it."""
+    return zlib.crc32(f"{op}, {one.label}".encode())
+
+
 def first_built_for(op: str, one: Compilation) -> int:
-    """The oldest of a configuration's chips or the newest, chosen by its label: no option of a launch decides it."""
-    oldest = launched_on(one)[0]
-    return (oldest, NEWEST)[zlib.crc32(f"{op}, {one.label}".encode()) % 2]
+    """The oldest of a configuration's chips, 9.0 or the newest."""
+    chips = launched_on(one)
+    return (chips[0], max(90, chips[0]), chips[-1])[number_of(op, one) % 3]
+
+
+def launched_in(one: Compilation, group: tuple[int, ...]) -> list[int]:
+    """The chips of a group that launch a configuration."""
+    return [target for target in launched_on(one) if target in group]
 
 
 def left_to_build(built: dict[int, list[Built]]) -> list[Task]:
@@ -165,22 +179,42 @@ def left_to_build(built: dict[int, list[Built]]) -> list[Task]:
     of_kernel: dict[int, list[int]] = {}
     for index in built:
         of_kernel.setdefault(id(found[index][1].kernel), []).append(index)
-    demanding = set()
+    tasks: list[Task] = []
     for members in of_kernel.values():
         # Where several need as much, the one with the most registers. Registers alone choose none: too many of them are
         # spilled, which is no error, and is seen on the chips that build every configuration.
-        demanding.add(
-            max(members, key=lambda index: max((one.shared, one.registers, one.stack) for one in built[index]))
-        )
-
-    tasks: list[Task] = []
-    for index, them in built.items():
-        shared = max(one.shared for one in them)
-        for target in launched_on(found[index][1]):
-            wanted = index in demanding or 2 * shared > SHARED_MEMORY[target]  # it may take more there than here
-            if wanted and all(one.target != target for one in them):
-                tasks.append((index, (target,)))
+        demanding = max(members, key=lambda index: max((one.shared, one.registers, one.stack) for one in built[index]))
+        for index in members:
+            op, one = found[index]
+            seen = {result.target for result in built[index]}
+            shared = max(result.shared for result in built[index])
+            for group in ONE_PTX if index == demanding else ONE_TTGIR:
+                chips = launched_in(one, group)
+                if not chips or seen & set(group):
+                    continue
+                least = min(chips, key=SHARED_MEMORY.__getitem__)
+                if index == demanding:
+                    tasks.append((index, (chips[number_of(op, one) // 3 % len(chips)],)))
+                elif 2 * shared > SHARED_MEMORY[least]:  # it may take more there than here
+                    tasks.append((index, (least,)))
     return tasks
+
+
+def too_large_elsewhere(one: Compilation, built: list[Built]) -> list[Built]:
+    """What a build tells of chips with the same TTGIR, and so the same shared memory, that have less of it."""
+    return [
+        dataclasses.replace(result, target=target, failure=_too_large(result.shared, target))
+        for result in built
+        if result.failure is None
+        for group in ONE_TTGIR
+        if result.target in group
+        for target in launched_in(one, group)
+        if result.shared > SHARED_MEMORY[target]
+    ]
+
+
+def _too_large(shared: int, target: int) -> str:
+    return f"needs {shared} bytes of shared memory, a block has {SHARED_MEMORY[target]}"
 
 
 def build_task(task: Task) -> list[Built]:
@@ -219,7 +253,7 @@ def build(op: str, one: Compilation, targets: Iterable[int]) -> list[Built]:
         registers, stack = resources(compiled.asm["cubin"])
         failure = None
         if shared > SHARED_MEMORY[target]:
-            failure = f"needs {shared} bytes of shared memory, a block has {SHARED_MEMORY[target]}"
+            failure = _too_large(shared, target)
         elif compiled.metadata.num_warps * 32 > THREADS_PER_BLOCK:
             failure = f"needs {compiled.metadata.num_warps * 32} threads, a block has {THREADS_PER_BLOCK}"
         results.append(Built(op, one.label, target, shared, registers, stack, failure))
@@ -272,6 +306,7 @@ def main() -> int:
         choices=list(SHARED_MEMORY),
         help="build every configuration for this chip, as 90, and for no other that is not named too",
     )
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="only every Nth configuration of a kernel")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
@@ -282,7 +317,11 @@ def main() -> int:
         parser.error(f"no op is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(ops))}")
 
     tasks: list[Task] = []
+    met: dict[int, int] = {}
     for index, (op, one) in enumerate(found):
+        number = met[id(one.kernel)] = met.get(id(one.kernel), -1) + 1
+        if number % options.share:
+            continue
         chips = launched_on(one)
         wanted = {first_built_for(op, one)} if options.chips is None else set(options.chips)
         targets = tuple(target for target in chips if target in wanted)
@@ -296,6 +335,8 @@ def main() -> int:
     with ProcessPoolExecutor(workers) as pool:
         built = build_all(pool, "Every configuration", tasks)
         results = [one for them in built for one in them]
+        for (index, _), them in zip(tasks, built, strict=True):
+            results += too_large_elsewhere(found[index][1], them)
         if options.chips is None:
             left = left_to_build({index: them for (index, _), them in zip(tasks, built, strict=True)})
             results += [one for them in build_all(pool, "The most demanding elsewhere", left) for one in them]

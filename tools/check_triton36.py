@@ -1,10 +1,10 @@
 """Compile every kernel and run the interpreter's tests under Triton 3.6, the oldest that fusestep serves.
 
-    python tools/check_triton36.py [PYTEST ARGUMENTS…]
+    python tools/check_triton36.py [--share N] [PYTEST ARGUMENTS…]
 
 The interpreter takes what the compiler refuses, such as a string as the default of a constexpr parameter, so
-tools/check_kernels.py compiles every configuration here too, for one chip. Both always run; the exit status is 1 when
-either failed.
+tools/check_kernels.py compiles every configuration here too, for one chip; with --share every Nth of each kernel. Both
+always run; the exit status is 1 when either failed.
 
 Everything but Triton and NumPy comes from the running environment: these lie in a folder of their own, in front of it.
 Triton 3.6's interpreter reads loop bounds as Python ints from arrays of one element, which NumPy 2.4 refuses and older
@@ -13,6 +13,7 @@ ones warn of.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -44,6 +45,9 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="compile only every Nth configuration")
+    options, for_pytest = parser.parse_known_args()
     install()
     compiler = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
     compiler.pop("TRITON_INTERPRET", None)
@@ -58,9 +62,9 @@ def main() -> int:
         print(f"check_triton36: the checks would run under Triton {said}, not {VERSION}", file=sys.stderr)
         return 1
     interpreter = {**compiler, "TRITON_INTERPRET": "1"}
-    tests = ["-m", "pytest", "-n", "2", "-W", WARNING, *sys.argv[1:]]
+    tests = ["-m", "pytest", "-n", "2", "-W", WARNING, *for_pytest]
     statuses = [
-        run("Kernels compiled", ["tools/check_kernels.py", "--chip", CHIP], compiler),
+        run("Kernels compiled", ["tools/check_kernels.py", "--chip", CHIP, "--share", str(options.share)], compiler),
         run("Kernels through the interpreter", tests, interpreter),
     ]
     return 1 if any(statuses) else 0
