@@ -172,6 +172,22 @@ def test_what_one_chip_takes_is_held_against_those_with_less_that_take_the_same(
     assert failures(100, 100 << 10) == {120: "needs 102400 bytes of shared memory, a block has 101376"}
 
 
+def test_a_share_has_some_launches_of_every_kernel(check_kernels: ModuleType) -> None:
+    found = check_kernels.configurations()
+
+    def kernels(tasks: list[Any]) -> set[int]:
+        return {id(found[index][1].kernel) for index, _ in tasks}
+
+    every, half = check_kernels.first_tasks([], None, 1), check_kernels.first_tasks([], None, 2)
+    assert len(every) == len(found)
+    assert set(half) < set(every)
+    assert 0.4 * len(every) < len(half) < 0.65 * len(every)
+    assert kernels(half) == kernels(every)
+    of_hopper = check_kernels.first_tasks(["adam"], [90], 4)
+    assert {found[index][0] for index, _ in of_hopper} == {"adam"}
+    assert {targets for _, targets in of_hopper} == {(90,)}
+
+
 def test_a_kernel_that_does_not_compile_is_a_finding(check_kernels: ModuleType) -> None:
     # 48 is no power of two, which tl.arange wants.
     failures = [one.failure for one in check_kernels.build("product", product(48, 1), (80, 120))]

@@ -12,8 +12,8 @@ other pairs prove less, since Triton makes nearly the same of a kernel there: wi
 have none, the code for the GPU (TTGIR) is one for 8.0 to 9.0, and one for 10.0 and 12.0, and the shared memory with it;
 and PTX is one for 8.6 and 8.9, and for 10.0 and 12.0. So each kernel's configuration with the most shared memory is
 built once in every other group of one PTX, and any that takes more than half of what a chip of the other TTGIR has is
-built there. With --chip, every configuration is built for the named chips alone. With --share, only every Nth of each
-kernel's configurations, from the first on.
+built there. With --chip, every configuration is built for the named chips alone. With --share, about one in N of the
+configurations, and of each kernel one at least.
 """
 
 from __future__ import annotations
@@ -168,6 +168,21 @@ def first_built_for(op: str, one: Compilation) -> int:
     return (chips[0], max(90, chips[0]), chips[-1])[number_of(op, one) % 3]
 
 
+def first_tasks(ops: list[str], named: list[int] | None, share: int) -> list[Task]:
+    """About one in `share` configurations, and one of each kernel, of the ops (of all where none are named)."""
+    tasks: list[Task] = []
+    met: set[int] = set()
+    for index, (op, one) in enumerate(configurations()):
+        if (ops and op not in ops) or (id(one.kernel) in met and number_of(op, one) % share):
+            continue
+        wanted = {first_built_for(op, one)} if named is None else set(named)
+        targets = tuple(target for target in launched_on(one) if target in wanted)
+        if targets:
+            met.add(id(one.kernel))
+            tasks.append((index, targets))
+    return tasks
+
+
 def launched_in(one: Compilation, group: tuple[int, ...]) -> list[int]:
     """The chips of a group that launch a configuration."""
     return [target for target in launched_on(one) if target in group]
@@ -306,27 +321,19 @@ def main() -> int:
         choices=list(SHARED_MEMORY),
         help="build every configuration for this chip, as 90, and for no other that is not named too",
     )
-    parser.add_argument("--share", type=int, default=1, metavar="N", help="only every Nth configuration of a kernel")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="build about one in N configurations")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    if options.share < 1:
+        parser.error(f"--share is {options.share}; give 1 or more")
     found = configurations()
     ops = {op for op, _ in found}
     unknown = set(options.ops) - ops
     if unknown:
         parser.error(f"no op is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(ops))}")
 
-    tasks: list[Task] = []
-    met: dict[int, int] = {}
-    for index, (op, one) in enumerate(found):
-        number = met[id(one.kernel)] = met.get(id(one.kernel), -1) + 1
-        if number % options.share:
-            continue
-        chips = launched_on(one)
-        wanted = {first_built_for(op, one)} if options.chips is None else set(options.chips)
-        targets = tuple(target for target in chips if target in wanted)
-        if targets and (not options.ops or op in options.ops):
-            tasks.append((index, targets))
+    tasks = first_tasks(options.ops, options.chips, options.share)
     if not tasks:
         parser.error("none of these kernels is launched on these chips")
     workers = min(len(tasks), os.cpu_count() or 1)

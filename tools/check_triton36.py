@@ -3,7 +3,7 @@
     python tools/check_triton36.py [--share N] [PYTEST ARGUMENTS…]
 
 The interpreter takes what the compiler refuses, such as a string as the default of a constexpr parameter, so
-tools/check_kernels.py compiles every configuration here too, for one chip; with --share every Nth of each kernel. Both
+tools/check_kernels.py compiles every configuration here too, for one chip; with --share about one in N of them. Both
 always run; the exit status is 1 when either failed.
 
 Everything but Triton and NumPy comes from the running environment: these lie in a folder of their own, in front of it.
@@ -46,7 +46,7 @@ def run(title: str, arguments: list[str], environment: dict[str, str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=int, default=1, metavar="N", help="compile only every Nth configuration")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="compile about one in N configurations")
     options, for_pytest = parser.parse_known_args()
     install()
     compiler = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}

@@ -228,12 +228,12 @@ def test_a_damaged_only_checkpoint_is_named(fusestep: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [[], ["--precision", "fp8", "--fp8-stats"]], ids=["fp32", "fp8"])
 def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path: Path, fusestep: Cli, precision: list[str]) -> None:
-    settings = ["--config", "tiny.toml", "--steps", "200", "--save-every", "30", "--dropout", "0.1", *precision]
+    settings = ["--config", "tiny.toml", "--steps", "120", "--save-every", "15", "--dropout", "0.1", *precision]
     broken = process(tmp_path, *settings, "--out", "broken")
-    wait_for_step(tmp_path / "broken", 70, broken)
+    wait_for_step(tmp_path / "broken", 35, broken)
     broken.send_signal(signal.SIGKILL)
     broken.communicate()
-    assert 60 <= newest(tmp_path / "broken").step < 200
+    assert 30 <= newest(tmp_path / "broken").step < 120
     assert fusestep("train", "--resume", "--out", "broken")[0] == 0
     assert fusestep("train", *settings, "--out", "straight")[0] == 0
     assert rows(tmp_path / "broken") == rows(tmp_path / "straight")
