@@ -170,6 +170,8 @@ def test_what_one_chip_takes_is_held_against_those_with_less_that_take_the_same(
     assert failures(80, 100 << 10, lowest=90) == {}
     assert failures(90, 200 << 10).keys() == {80, 86, 89}
     assert failures(100, 100 << 10) == {120: "needs 102400 bytes of shared memory, a block has 101376"}
+    twice = [check_kernels.Built("product", "", target, 100 << 10, 32) for target in (90, 80, 89)]
+    assert [result.target for result in check_kernels.too_large_elsewhere(product(16, 1), twice)] == [86]
 
 
 def test_a_share_has_some_launches_of_every_kernel(check_kernels: ModuleType) -> None:
@@ -244,7 +246,7 @@ def test_the_oldest_triton_compiles_and_interprets(monkeypatch: pytest.MonkeyPat
             interpreter = "pytest" in command
             calls.append(interpreter)
             assert ("TRITON_INTERPRET" in env) == interpreter
-            assert interpreter or command[1:] == [*("tools/check_kernels.py", "--chip", "90", "--share", "1")]
+            assert interpreter or command[1:] == ["tools/check_kernels.py", "--chip", "90", "--share", "1"]
             return subprocess.CompletedProcess(command, interpreted if interpreter else compiled)
 
         monkeypatch.setattr(check_triton36, "install", lambda: None)

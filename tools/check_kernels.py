@@ -197,7 +197,7 @@ def left_to_build(built: dict[int, list[Built]]) -> list[Task]:
     tasks: list[Task] = []
     for members in of_kernel.values():
         # Where several need as much, the one with the most registers. Registers alone choose none: too many of them are
-        # spilled, which is no error, and is seen on the chips that build every configuration.
+        # spilled, which is no error, and is seen where every configuration is built first.
         demanding = max(members, key=lambda index: max((one.shared, one.registers, one.stack) for one in built[index]))
         for index in members:
             op, one = found[index]
@@ -216,16 +216,16 @@ def left_to_build(built: dict[int, list[Built]]) -> list[Task]:
 
 
 def too_large_elsewhere(one: Compilation, built: list[Built]) -> list[Built]:
-    """What a build tells of chips with the same TTGIR, and so the same shared memory, that have less of it."""
-    return [
-        dataclasses.replace(result, target=target, failure=_too_large(result.shared, target))
-        for result in built
-        if result.failure is None
-        for group in ONE_TTGIR
-        if result.target in group
-        for target in launched_in(one, group)
-        if result.shared > SHARED_MEMORY[target]
-    ]
+    """What builds tell of chips with the same TTGIR, and so the same shared memory, that have less of it."""
+    seen = {result.target for result in built}
+    found = []
+    for group in ONE_TTGIR:
+        whole = [result for result in built if result.target in group and result.failure is None]
+        for target in launched_in(one, group):
+            if whole and target not in seen and whole[0].shared > SHARED_MEMORY[target]:
+                failure = _too_large(whole[0].shared, target)
+                found.append(dataclasses.replace(whole[0], target=target, failure=failure))
+    return found
 
 
 def _too_large(shared: int, target: int) -> str:
@@ -340,13 +340,13 @@ def main() -> int:
     print(f"Triton {triton.__version__}: {len(tasks)} configurations, {workers} processes", flush=True)
     started = time.monotonic()
     with ProcessPoolExecutor(workers) as pool:
-        built = build_all(pool, "Every configuration", tasks)
-        results = [one for them in built for one in them]
-        for (index, _), them in zip(tasks, built, strict=True):
-            results += too_large_elsewhere(found[index][1], them)
+        built = {index: them for (index, _), them in zip(tasks, build_all(pool, "First", tasks), strict=True)}
         if options.chips is None:
-            left = left_to_build({index: them for (index, _), them in zip(tasks, built, strict=True)})
-            results += [one for them in build_all(pool, "The most demanding elsewhere", left) for one in them]
+            left = left_to_build(built)
+            for (index, _), them in zip(left, build_all(pool, "The most demanding elsewhere", left), strict=True):
+                built[index] += them
+    results = [one for them in built.values() for one in them]
+    results += [one for index, them in built.items() for one in too_large_elsewhere(found[index][1], them)]
     report(results)
 
     errors = [f"{one.op}, {one.label}, sm_{one.target}: {one.failure}" for one in results if one.failure]
